@@ -1,0 +1,1 @@
+"""Mixed precision: formats, policy, autocast, loss scaling."""

@@ -1,0 +1,133 @@
+"""The table of amp/policy.py applied to PyTorch: torch.autocast where the hardware has the units, else emulated.
+
+On a CPU without 16-bit units torch's own bf16 and fp16 matrix products are about a hundred times slower than fp32.
+Emulation computes what a tensor core computes, at nearly fp32 speed: it rounds the operands to the low dtype,
+multiplies and accumulates in fp32, and rounds the result; gradients likewise. Values live in fp32 tensors all the while.
+"""
+
+from contextlib import contextmanager
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from amp import policy
+
+LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# torch's functions by name -> their row of policy.TABLE. Operators reach us as Tensor methods: x @ y is "matmul".
+PRODUCTS = {"linear": "linear", "scaled_dot_product_attention": "attention"} | dict.fromkeys(
+    ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm"), "matmul"
+)
+# Products whose inner roundings the emulation does not know. Running them in fp32 would silently break the table.
+UNKNOWN_PRODUCTS = {
+    *(
+        "einsum",
+        "tensordot",
+        "inner",
+        "vdot",
+        "vecdot",
+        "bilinear",
+        "chain_matmul",
+        "multi_dot",
+        "cdist",
+        "matrix_power",
+    ),
+    *(
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "conv_tbc",
+        "convolution",
+    ),
+    *("multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
+    *("rnn_relu_cell", "__imatmul__", "addmm_", "addmv_", "addbmm_", "baddbmm_", "addr", "addr_", "ger", "_scaled_mm"),
+}
+
+
+class _Round(torch.autograd.Function):
+    """Rounds to a low dtype, nearest even, and rounds the gradient on its way back; the fp32 storage stays."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        ctx.dtype = dtype
+        return x.to(dtype).float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype).float(), None
+
+
+def _rounded(value, dtype: torch.dtype):
+    """Rounds a floating-point tensor. fp64 and what is no such tensor pass, as under torch.autocast."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+        return _Round.apply(value.float(), dtype)
+    return value
+
+
+class _Emulation(TorchFunctionMode):
+    """Intercepts matrix products; every other function runs as it is, on fp32 tensors."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        dtype = LOW_DTYPES.get(policy.compute_dtype())  # None in a nested block with enabled=False
+        if dtype is None or (name not in PRODUCTS and name not in UNKNOWN_PRODUCTS):
+            return func(*args, **kwargs)
+        if name in UNKNOWN_PRODUCTS or kwargs.get("out") is not None:
+            raise NotImplementedError(
+                f"emulated {policy.compute_dtype()} does not know the matrix product torch.{name}"
+                f"{' with out=' if 'out' in kwargs else ''}: use linear, matmul or scaled_dot_product_attention"
+            )
+        args = [_rounded(a, dtype) for a in args]
+        kwargs = {key: _rounded(value, dtype) for key, value in kwargs.items()}
+        return _rounded(func(*args, **kwargs), dtype)
+
+
+@contextmanager
+def autocast(device_type: str, dtype: str, emulated: bool = False, enabled: bool = True):
+    """Runs the block's forward pass by the table. Leave it before backward(), which repeats the forward's precisions.
+
+    device_type: "cpu", "cuda", "mps". dtype: "fp32", "bf16", "fp16". Blocks nest; enabled=False inside one is
+    plain fp32. Whatever was active before is restored, also after an exception.
+    """
+    low = enabled and dtype != "fp32"
+    with policy.computing(dtype if low else "fp32"):
+        if low and emulated:
+            with torch.autocast(device_type, enabled=False), _Emulation():
+                yield
+        else:
+            with torch.autocast(device_type, dtype=LOW_DTYPES[dtype] if low else None, enabled=low):
+                yield
+
+
+def native_units(device: torch.device, dtype: str) -> tuple[bool, str]:
+    """(whether the device multiplies in this dtype in hardware, the reason in words). By capability flags, not timing."""
+    if dtype == "fp32":
+        return True, "full precision"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        native = dtype == "fp16" or torch.cuda.is_bf16_supported(including_emulation=False)
+        return native, f"{name} has {'' if native else 'no '}{dtype} units"
+    if device.type == "mps":
+        return True, "left to Metal, not tested"
+    if dtype == "bf16":
+        # oneDNN calls bf16 supported on any AVX-512 CPU, units or not; only these flags tell.
+        units = {
+            "AVX512_BF16": torch.cpu._is_avx512_bf16_supported(),
+            "AMX": torch.cpu._is_amx_tile_supported(),
+            "Arm BF16": "arm" in _cpu_architecture() and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        }
+    else:
+        units = {"AVX512_FP16": "x86" in _cpu_architecture() and torch.ops.mkldnn._is_mkldnn_fp16_supported()}
+    found = [name for name, present in units.items() if present]
+    return bool(found), f"this CPU has {found[0]} units" if found else f"this CPU has no {dtype} units"
+
+
+def _cpu_architecture() -> str:
+    import platform
+
+    machine = platform.machine().lower()
+    return "arm" if machine in ("arm64", "aarch64") else "x86" if machine in ("x86_64", "amd64") else machine

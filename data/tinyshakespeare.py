@@ -1,0 +1,158 @@
+"""Where the text comes from: Tiny Shakespeare, this Python's own library, or any text file.
+
+Tiny Shakespeare is looked for in $MINIGPT_DATA, then in the user's cache, then downloaded once. Every copy is checked
+by its hash. Without a network the run goes on with text that is on every machine: Python's own standard library.
+"""
+
+import hashlib
+import os
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import NamedTuple
+
+from filelock import FileLock, Timeout
+
+from run.errors import BadInput
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+FILE = "tinyshakespeare.txt"
+TIMEOUT_SECONDS = 10
+
+# About 1 MB, all of it in Python 3.10 to 3.14; a stripped installation may lack some.
+STDLIB_MODULES = [
+    "argparse", "calendar", "cmd", "codecs", "configparser", "copy", "csv", "dataclasses", "difflib", "fileinput",
+    "fractions", "functools", "heapq", "inspect", "ipaddress", "optparse", "pprint", "random", "shlex", "shutil",
+    "statistics", "string", "subprocess", "textwrap", "threading", "traceback", "uuid", "weakref",
+]  # fmt: skip
+
+
+class Corpus(NamedTuple):
+    name: str
+    text: str
+    notes: tuple[str, ...] = ()  # lines for the user: what was fetched, what was used instead
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def load_corpus(name: str) -> Corpus:
+    """`name`: "tinyshakespeare", "stdlib", or the path of a UTF-8 text file. BadInput says what is wrong with it."""
+    if name == "stdlib":
+        return Corpus(name, _standard_library())
+    if name != "tinyshakespeare":
+        return Corpus(str(name), decode(_read(Path(name), "--corpus"), str(name)))
+    try:
+        raw, notes = _tiny_shakespeare()
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        note = (
+            f"no Tiny Shakespeare ({reason}): training on this Python's standard library instead; to have it, "
+            f"put {FILE} into a folder and set MINIGPT_DATA to that folder"
+        )
+        return Corpus("stdlib", _standard_library(), (note,))
+    return Corpus(name, decode(raw, FILE), notes)
+
+
+def decode(raw: bytes, where: str) -> str:
+    """UTF-8 whatever the locale, byte-order mark dropped, CRLF and CR to LF."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{where}: not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}: convert the file to UTF-8"
+        ) from None
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read(path: Path, what: str) -> bytes:
+    if path.is_dir():
+        raise BadInput(f"{what} {path}: a folder, not a text file")
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise BadInput(f"{what} {path}: no such file (names without a file: tinyshakespeare, stdlib)") from None
+    except OSError as error:
+        raise BadInput(f"{what} {path}: cannot be read ({error.strerror})") from None
+
+
+def _tiny_shakespeare() -> tuple[bytes, tuple[str, ...]]:
+    """Bytes and notes. OSError where it has to be downloaded and cannot be."""
+    folder = os.environ.get("MINIGPT_DATA")
+    if folder:
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise BadInput(f"MINIGPT_DATA={folder}: no {FILE} in that folder: put it there or unset MINIGPT_DATA")
+        raw = _read(path, "MINIGPT_DATA")
+        if reason := _not_the_file(raw):
+            raise BadInput(f"{path}: {reason}")
+        return raw, ()
+    cached = cache_folder() / FILE
+    if cached.is_file() and not _not_the_file(raw := cached.read_bytes()):
+        return raw, ()
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(cached.with_suffix(".lock"), timeout=4 * TIMEOUT_SECONDS):  # two processes: one download
+            if cached.is_file() and not _not_the_file(raw := cached.read_bytes()):
+                return raw, ()
+            with tempfile.NamedTemporaryFile(dir=cached.parent, prefix=FILE, delete=False) as file:
+                temporary = Path(file.name)
+            try:
+                raw = _download()
+                temporary.write_bytes(raw)
+                temporary.replace(cached)
+            finally:
+                temporary.unlink(missing_ok=True)
+            return raw, (f"downloaded Tiny Shakespeare to {cached}",)
+    except (PermissionError, Timeout, NotImplementedError, FileExistsError, NotADirectoryError):
+        return _download(), (f"downloaded Tiny Shakespeare; it could not be kept in {cached.parent}",)
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for this project, by the platform's custom."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "minigpt"
+
+
+def _download() -> bytes:
+    """The checked bytes, in two tries. OSError, with the reason, when both fail."""
+    for last_try in (False, True):
+        try:
+            with urllib.request.urlopen(URL, timeout=TIMEOUT_SECONDS) as response:
+                raw = response.read()
+            if reason := _not_the_file(raw):
+                raise OSError(reason)
+            return raw
+        except OSError:
+            if last_try:
+                raise
+            time.sleep(0.5)
+
+
+def _not_the_file(raw: bytes) -> str | None:
+    """Why these bytes are not Tiny Shakespeare, or None if they are."""
+    if hashlib.sha256(raw).hexdigest() == SHA256:
+        return None
+    if raw.lstrip()[:15].lower().startswith((b"<!doctype", b"<html")):
+        return "an HTML page came instead of the text, perhaps a network login"
+    return f"not the expected file: {len(raw):,} bytes of 1,115,394, or other content (its sha256 differs)"
+
+
+def _standard_library() -> str:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [folder / f"{module}.py" for module in STDLIB_MODULES]
+    texts = [file.read_bytes() for file in files if file.is_file()]
+    if not texts:
+        raise BadInput(f"--corpus stdlib: no Python sources in {folder}: use a text file")
+    return decode(b"\n".join(texts).decode("ascii", "ignore").encode(), "stdlib")

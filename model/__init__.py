@@ -1,0 +1,1 @@
+"""One GPT, several ways to compute its gradients."""

@@ -1,0 +1,46 @@
+"""What train.py, sample.py and the benchmarks need from a backend, and which module provides it by which name."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MODULES = {
+    "torch": "model.minigpt"
+}  # each has hardware(device, dtype, emulation) and build(settings, hardware, config)
+
+
+class Hardware(NamedTuple):
+    """Where and in which precision a run computes."""
+
+    device: str  # "cpu", "cuda", "cuda:1", "mps"
+    device_name: str
+    dtype: str  # "fp32", "bf16", "fp16"
+    emulated: bool
+    how: str  # for the header: by which units, or why emulated
+
+
+class Backend(NamedTuple):
+    """A model, its optimizer, and the few things that differ between ways to compute. Arrays are NumPy's."""
+
+    model: Callable[[np.ndarray, np.ndarray, tuple[int, int, int]], Any]  # (x, y, key) -> loss, x and y int64 (B, T)
+    optimizer: Any  # .param_groups with param_names, .step(), .zero_grad()
+    autocast: Callable[[], AbstractContextManager]
+    clip_grad_norm_: Callable[[list, float], Any]  # (parameters, max_norm) -> the norm before clipping
+    evaluate: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (x, y) -> (B,) mean loss of each row
+    logits: Callable[[np.ndarray], np.ndarray]  # int64 (B, T) -> fp32 (B, V), of the last position
+    state: Callable[[], dict[str, dict[str, np.ndarray]]]  # {"model": {name: array}, "optimizer": {name: array}}
+    load_state: Callable[[dict[str, dict[str, np.ndarray]]], None]
+
+
+def module(name: str):
+    """The module of a backend; ImportError where its library is missing."""
+    return import_module(MODULES[name])
+
+
+def versions() -> dict[str, str]:
+    """Versions of the array libraries that this process has loaded."""
+    return {name: sys.modules[name].__version__ for name in ("numpy", "torch") if name in sys.modules}

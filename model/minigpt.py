@@ -1,0 +1,227 @@
+"""The GPT in PyTorch: GPT-2's architecture and names, and the `torch` backend around it.
+
+B batch · T time · C channels · V vocabulary · L layers · NH heads · HS head size (C / NH)
+"""
+
+import os
+import platform
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from amp import policy
+from amp.autocast import autocast, native_units
+from model.backend import Backend, Hardware
+from model.config import GPTConfig, initial_weights, parameters
+from run.errors import BadInput
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head, self.dropout = config.n_head, config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):  # (B, T, C)
+        B, T, C = x.shape
+        heads = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, NH, T, HS) each
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)  # (B, NH, T, HS)
+        return self.c_proj(out.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(
+            4 * config.n_embd, config.n_embd
+        )  # the projection that a kernel of our own will compute
+
+    def forward(self, x):  # (B, T, C)
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
+        return self.c_proj(x)  # (B, T, C)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.dropout = config.dropout
+        self.ln_1, self.attn = nn.LayerNorm(config.n_embd), Attention(config)
+        self.ln_2, self.mlp = nn.LayerNorm(config.n_embd), MLP(config)
+
+    def forward(self, x):  # (B, T, C), the residual stream, fp32 throughout
+        x = x + F.dropout(self.attn(self.ln_1(x)), self.dropout, self.training)
+        x = x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
+        return x
+
+
+class MiniGPT(nn.Module):
+    """tokens (B, T) -> logits (B, T, V); with targets (B, T) -> mean loss of each row (B,), in nats."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+
+    def forward(self, tokens, targets=None):
+        B, T = tokens.shape
+        x = self.wte(tokens) + self.wpe.weight[:T]  # (B, T, C)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.h:
+            x = block(x)
+        logits = F.linear(self.ln_f(x), self.wte.weight).float()  # (B, T, V), the head is tied to the embedding
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.view(B * T, -1), targets.reshape(B * T), reduction="none").view(B, T).mean(1)
+
+    @torch.no_grad()
+    def load_weights(self, weights: dict[str, np.ndarray]) -> None:
+        """Copies arrays into the parameters of the same names. ValueError where names or shapes differ."""
+        own = dict(self.named_parameters())
+        if missing := sorted(own.keys() ^ weights.keys()):
+            raise ValueError(f"the weights do not fit this model: {missing[0]} is missing on one side")
+        for name, parameter in own.items():
+            if parameter.shape != weights[name].shape:
+                raise ValueError(f"{name}: expected shape {tuple(parameter.shape)}, got {weights[name].shape}")
+            parameter.copy_(torch.from_numpy(weights[name]))
+
+
+# ---- the `torch` backend
+
+
+def hardware(device: str, dtype: str, emulation: str) -> Hardware:
+    """Resolves "auto" and checks that the device is here. BadInput where it is not."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch_device = torch.device(device)
+    except RuntimeError:
+        raise BadInput(f"--device {device}: unknown device, use auto, cpu, cuda, cuda:N or mps") from None
+    kind = torch_device.type
+    if kind not in ("cpu", "cuda", "mps") or (kind != "cuda" and torch_device.index is not None):
+        raise BadInput(f"--device {device}: unknown device, use auto, cpu, cuda, cuda:N or mps")
+    if kind == "cuda" and not torch.cuda.is_available():
+        why = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch finds no usable GPU"
+        raise BadInput(f"--device {device}: {why}: use --device cpu or install a CUDA build of PyTorch")
+    if kind == "cuda" and (torch_device.index or 0) >= torch.cuda.device_count():
+        raise BadInput(f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices, counted from 0")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise BadInput(f"--device {device}: Metal is not available here: use --device cpu")
+    if dtype == "auto":
+        dtype = "bf16" if kind != "cuda" or native_units(torch_device, "bf16")[0] else "fp16"
+    native, why = native_units(torch_device, dtype)
+    if dtype == "fp32":
+        return Hardware(device, _device_name(torch_device), dtype, False, why)
+    emulated = not native if emulation == "auto" else emulation == "on"
+    forced = "" if emulation == "auto" else f" (--emulation {emulation})"
+    how = "emulated: operands rounded, products in fp32" if emulated else "torch.autocast"
+    return Hardware(device, _device_name(torch_device), dtype, emulated, f"{how}; {why}{forced}")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
+    """The backend for train.py's settings: initial weights drawn in NumPy, AdamW fused where PyTorch has it."""
+    device = torch.device(hardware.device)
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(settings.deterministic)
+    gpt = MiniGPT(config)
+    gpt.load_weights(initial_weights(config, settings.seed))
+    gpt.to(device)
+    optimizer = _adamw(gpt, settings, device)
+    forward = torch.compile(gpt) if settings.compile else gpt
+    enter_autocast = partial(autocast, device.type, hardware.dtype, hardware.emulated)
+
+    def tensors(*arrays):
+        return [torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays]
+
+    def loss(x, y, key):
+        # One seed a forward, outside anything compiled: the same key drops the same units, on a resume or a second run.
+        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
+        return forward(*tensors(x, y)).mean()
+
+    def clip_grad_norm_(parameters, max_norm):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    @torch.no_grad()
+    def evaluating(*arrays):
+        if policy.compute_dtype() != "fp32":
+            # torch.autocast keeps 16-bit weights for its block; made without gradients they would cut training's off.
+            raise RuntimeError("evaluation inside a training autocast block: leave the block first")
+        gpt.eval()
+        try:
+            with enter_autocast():
+                return gpt(*tensors(*arrays))
+        finally:
+            gpt.train()
+
+    def evaluate(x, y):
+        return evaluating(x, y).double().cpu().numpy()
+
+    def logits(tokens):
+        return evaluating(tokens)[:, -1].cpu().numpy()
+
+    state, load_state = partial(_state, gpt, optimizer), partial(_load_state, gpt, optimizer)
+    return Backend(loss, optimizer, enter_autocast, clip_grad_norm_, evaluate, logits, state, load_state)
+
+
+def _adamw(gpt: MiniGPT, settings, device: torch.device) -> torch.optim.AdamW:
+    named, table = dict(gpt.named_parameters()), parameters(gpt.config)
+    groups = [
+        {"params": [(p.name, named[p.name]) for p in table if p.decay == decay], "weight_decay": weight_decay}
+        for decay, weight_decay in ((True, settings.weight_decay), (False, 0.0))
+    ]
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=device.type in ("cpu", "cuda"))
+
+
+def _named_parameters(optimizer):
+    for group in optimizer.param_groups:
+        yield from zip(group["param_names"], group["params"], strict=True)
+
+
+def _state(gpt: MiniGPT, optimizer) -> dict[str, dict[str, np.ndarray]]:
+    """Copies of weights and moments, as NumPy arrays. Before the first step the moments are zero."""
+
+    def array(tensor):
+        return tensor.detach().float().cpu().numpy().copy()
+
+    moments, step = {}, 0
+    for name, parameter in _named_parameters(optimizer):
+        kept = optimizer.state.get(parameter, {})
+        step = int(kept.get("step", 0))
+        for moment in ("exp_avg", "exp_avg_sq"):
+            moments[f"{moment}.{name}"] = array(kept.get(moment, torch.zeros_like(parameter)))
+    weights = {name: array(parameter) for name, parameter in gpt.named_parameters()}
+    return {"model": weights, "optimizer": moments | {"step": np.array(step, dtype=np.int64)}}
+
+
+def _load_state(gpt: MiniGPT, optimizer, arrays: dict[str, dict[str, np.ndarray]]) -> None:
+    gpt.load_weights(arrays["model"])
+    moments = arrays["optimizer"]
+    for name, parameter in _named_parameters(optimizer):
+        kept = {m: torch.from_numpy(moments[f"{m}.{name}"].copy()) for m in ("exp_avg", "exp_avg_sq")}
+        step = torch.tensor(float(moments["step"]), dtype=torch.float32)
+        if optimizer.defaults["fused"]:
+            step = step.to(parameter.device)
+        optimizer.state[parameter] = {"step": step} | {m: t.to(parameter.device) for m, t in kept.items()}

@@ -1,0 +1,1 @@
+"""What happens between a gradient and a new weight."""

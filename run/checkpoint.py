@@ -1,0 +1,194 @@
+"""A run on disk: arrays and JSON in folders `step-N/`, written whole or not at all. No torch, no pickle.
+
+    step-N/config.json              the model's sizes, as Hugging Face transformers reads a GPT-2
+    step-N/model.safetensors        weights by GPT-2's names; Conv1D kinds (in, out) as GPT-2 keeps them
+    step-N/minigpt_tokenizer.json   what decodes the tokens
+    step-N/optimizer.safetensors    AdamW's moments by parameter name
+    step-N/manifest.json            everything else, and the sha256 of the files above; written last
+    latest.json, best.json          {"step": N, ...}: which folder to use, replaced atomically
+
+A folder is built under another name, flushed, and renamed to step-N, so a step-N that exists is complete.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as dump_tensors
+
+from run.errors import BadInput
+
+FORMAT_VERSION = 1
+KEPT = 2  # newest checkpoints that stay; the best one stays too
+CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
+NOT_WEIGHTS = re.compile(r"(^lm_head\.weight|\.attn\.bias|\.attn\.masked_bias)$")  # tied, and causal masks of old files
+
+
+def save(out: Path, step: int, arrays: dict, config: dict, tokenizer: dict, manifest: dict, best: bool = False) -> Path:
+    """Writes `out/step-N` and points latest.json (and with `best` best.json) at it. `arrays` as Backend.state() gives."""
+    out.mkdir(parents=True, exist_ok=True)
+    temporary, final = out / f".step-{step}.{os.getpid()}.tmp", out / f"step-{step}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        weights = {n: np.ascontiguousarray(w.T) if CONV1D.search(n) else w for n, w in arrays["model"].items()}
+        files = {
+            "config.json": _json(hugging_face_config(config)),
+            "model.safetensors": dump_tensors(weights, metadata={"format": "pt"}),
+            "minigpt_tokenizer.json": _json(tokenizer),
+            "optimizer.safetensors": dump_tensors(arrays["optimizer"]),
+        }
+        hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        manifest = {"format_version": FORMAT_VERSION, "step": step, **manifest, "sha256": hashes}
+        for name, content in [*files.items(), ("manifest.json", _json(manifest))]:
+            _write(temporary / name, content)
+        _flush_folder(temporary)
+        aside = out / f".step-{step}.{os.getpid()}.old"
+        if final.exists():
+            final.rename(aside)
+        temporary.rename(final)
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _flush_folder(out)
+    _point(out / "latest.json", {"step": step})
+    if best:
+        _point(out / "best.json", {"step": step, "val": manifest["best_val"]})
+    _remove_old(out)
+    return final
+
+
+def load(folder: Path) -> tuple[dict[str, dict[str, np.ndarray]], dict, dict]:
+    """A step folder -> (arrays as Backend.load_state takes them, tokenizer description, manifest), hashes checked."""
+    manifest = read_manifest(folder)
+    contents = {}
+    for name, expected in manifest["sha256"].items():
+        contents[name] = _read(folder / name)
+        if hashlib.sha256(contents[name]).hexdigest() != expected:
+            raise BadInput(f"{folder / name}: damaged, its sha256 is not the manifest's: use another checkpoint")
+    try:
+        tensors = {kind: load_tensors(contents[f"{kind}.safetensors"]) for kind in ("model", "optimizer")}
+    except SafetensorError as error:
+        raise BadInput(f"{folder}: not readable as safetensors ({error})") from None
+    weights = {name.removeprefix("transformer."): w for name, w in tensors["model"].items()}
+    weights = {name: w for name, w in weights.items() if not NOT_WEIGHTS.search(name)}
+    weights = {name: np.ascontiguousarray(w.T) if CONV1D.search(name) else w for name, w in weights.items()}
+    tokenizer = json.loads(contents["minigpt_tokenizer.json"])
+    return {"model": weights, "optimizer": tensors["optimizer"]}, tokenizer, manifest
+
+
+def find(wanted: str, out: str | None = None) -> Path:
+    """The step folder that "auto" (in `out`, else in the newest run), a run folder or a step folder means."""
+    folder = Path(wanted)
+    if wanted == "auto":
+        runs = [Path(out)] if out else sorted(Path("runs").glob("*"), key=lambda p: p.stat().st_mtime)
+        runs = [run for run in runs if (run / "latest.json").is_file()]
+        if not runs:
+            raise BadInput(f"--resume auto: no checkpoint in {out or 'runs'}")
+        folder = runs[-1]
+    if (folder / "manifest.json").is_file():
+        return folder
+    if (folder / "latest.json").is_file():
+        return folder / f"step-{_read_json(folder / 'latest.json')['step']}"
+    raise BadInput(f"{folder}: no checkpoint there (neither latest.json nor manifest.json)")
+
+
+def read_manifest(folder: Path) -> dict:
+    manifest = _read_json(folder / "manifest.json")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise BadInput(
+            f"{folder}: format version {manifest.get('format_version')}, this version reads {FORMAT_VERSION}"
+        )
+    return manifest
+
+
+def holds_run(out: Path) -> bool:
+    return any((out / name).exists() for name in ("latest.json", "log.csv")) or any(out.glob("step-*"))
+
+
+def remove_run(out: Path) -> None:
+    """Deletes what a run wrote in `out`, and nothing else."""
+    for path in [*out.glob("step-*"), *out.glob(".step-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+    for name in ("latest.json", "best.json", "log.csv", "loss.png"):
+        (out / name).unlink(missing_ok=True)
+
+
+def hugging_face_config(config: dict) -> dict:
+    """GPTConfig's fields -> transformers' GPT2Config, so that the folder opens there as it lies."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config["vocab_size"],
+        "n_positions": config["block_size"],
+        "n_embd": config["n_embd"],
+        "n_layer": config["n_layer"],
+        "n_head": config["n_head"],
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "embd_pdrop": config["dropout"],
+        "attn_pdrop": config["dropout"],
+        "resid_pdrop": config["dropout"],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+
+
+def _remove_old(out: Path) -> None:
+    steps = sorted((int(p.name[5:]) for p in out.glob("step-*") if p.name[5:].isdigit()), reverse=True)
+    pointed = [_read_json(out / name)["step"] for name in ("latest.json", "best.json") if (out / name).is_file()]
+    for step in steps[KEPT:]:
+        if step not in pointed:
+            shutil.rmtree(out / f"step-{step}", ignore_errors=True)
+
+
+def _point(path: Path, content: dict) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _write(temporary, _json(content))
+    temporary.replace(path)
+    _flush_folder(path.parent)
+
+
+def _json(content: dict) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    if os.name != "posix":  # Windows cannot open a folder to flush it
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror}): use another checkpoint") from None
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{path}: damaged, not JSON ({error}): use another checkpoint") from None

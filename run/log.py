@@ -1,0 +1,54 @@
+"""What a program reads: log.csv, one row every --log-every steps and one for each validation."""
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One row. Losses in nats per token; `val` is None where nothing was validated."""
+
+    step: int  # steps done
+    loss: float  # mean over the micro-batches of this step
+    val: float | None
+    val_error: float | None  # standard error of val
+    lr: float
+    grad_norm: float  # before clipping
+    scale: float
+    skipped: int  # steps skipped since the start
+    tokens: int
+    tokens_per_second: float
+    seconds: float  # of training since this process started, without validation and saving
+
+
+class Log:
+    """Appends rows to a CSV file, each flushed; a resumed run first drops the rows after its checkpoint."""
+
+    def __init__(self, path: Path, first_step: int = 0):
+        kept = [row for row in read_log(path) if row.step <= first_step] if path.exists() and first_step else []
+        self.file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115, closed in __exit__
+        self.writer = csv.writer(self.file)
+        self.writer.writerow(Row._fields)
+        for row in kept:
+            self.write(row)
+
+    def write(self, row: Row) -> None:
+        self.writer.writerow(["" if value is None else value for value in row])
+        self.file.flush()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.file.close()
+
+
+def read_log(path: Path) -> list[Row]:
+    """The rows of a log.csv, with every digit that was written."""
+    whole = {"step", "skipped", "tokens"}
+
+    def value(name: str, text: str):
+        return None if text == "" else int(text) if name in whole else float(text)
+
+    with open(path, newline="", encoding="utf-8") as file:
+        return [Row(**{name: value(name, text) for name, text in row.items()}) for row in csv.DictReader(file)]

@@ -1,0 +1,60 @@
+"""What a person watches: a bar on a terminal, plain lines elsewhere."""
+
+import math
+import sys
+
+from tqdm import tqdm
+
+from run.log import Row
+
+
+def line(row: Row) -> str:
+    """`step 50 | loss 2.3101 | val 2.3411 ± 0.0040 | lr 1.0e-03 | …`; without `val` where nothing was validated."""
+    val = [] if row.val is None else [f"val {row.val:.4f} ± {row.val_error:.4f}"]
+    return " | ".join([
+        f"step {row.step}",
+        f"loss {row.loss:.4f}",
+        *val,
+        f"lr {row.lr:.1e}",
+        f"grad {row.grad_norm:.2f}",
+        f"scale {row.scale:.10g}",
+        f"skipped {row.skipped}",
+        f"{thousands(row.tokens_per_second)} tok/s",
+    ])  # fmt: skip
+
+
+def thousands(x: float) -> str:
+    """13100 -> 13.1k"""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if math.isfinite(x) and x >= size:
+            return f"{x / size:.1f}{unit}"
+    return f"{x:.0f}"
+
+
+class Progress:
+    """`advance()` moves the bar by one step, `show(row)` shows numbers: beside the bar, or as a line of its own."""
+
+    def __init__(self, first_step: int, steps: int):
+        self.terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        bar = "{n_fmt}/{total_fmt} {bar:10} {remaining} left | {postfix}"
+        self.bar = tqdm(total=steps, initial=first_step, disable=not self.terminal, dynamic_ncols=True, bar_format=bar)
+        self.last_val: tuple[float | None, float | None] = (None, None)
+
+    def advance(self) -> None:
+        self.bar.update(1)
+
+    def show(self, row: Row) -> None:
+        if row.val is not None:
+            self.last_val = (row.val, row.val_error)
+        if row.val is not None or not self.terminal:
+            tqdm.write(line(row), file=sys.stdout)
+            sys.stdout.flush()
+        if self.terminal:
+            val, val_error = self.last_val
+            self.bar.set_postfix_str(line(row._replace(val=val, val_error=val_error)).split(" | ", 1)[1])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.bar.close()

@@ -1,0 +1,241 @@
+"""Every setting of train.py: its flag, default, meaning, and what is refused.
+
+A value comes from the dataclass below, then the preset, then the checkpoint that --resume names, then the command line.
+All faults are found and told together, before any data is loaded.
+"""
+
+import argparse
+import difflib
+import math
+import os
+import shutil
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from model import backend
+from model.config import PRESETS
+from run import checkpoint
+from run.errors import BadInput
+
+
+def _flag(default, help: str, choices: tuple[str, ...] | None = None):
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Fields are flags: `batch_size` is --batch-size. None means "derived", as the help says."""
+
+    preset: str = _flag("auto", "sizes and recipe; auto: gpu on CUDA, else cpu", ("auto", *PRESETS))
+    backend: str = _flag("torch", "what computes the gradients", tuple(backend.MODULES))
+    device: str = _flag("auto", "auto, cpu, cuda, cuda:N or mps (mps is not tested); auto: CUDA where there is one")
+    dtype: str = _flag(
+        "auto", "compute precision; auto: bf16, or fp16 on CUDA cards without it", ("auto", "fp32", "bf16", "fp16")
+    )
+    emulation: str = _flag(
+        "auto", "compute 16-bit products by rounding and fp32; auto: where units lack", ("auto", "on", "off")
+    )
+    loss_scaling: str = _flag("auto", "dynamic loss scale; off: fixed at 1; auto: on below fp32", ("auto", "on", "off"))
+    init_scale: float = _flag(2.0**15, "first loss scale")
+    growth_interval: int = _flag(500, "good steps in a row that double the loss scale")
+    max_skips: int = _flag(100, "skipped steps in a row after which the run gives up")
+
+    steps: int = _flag(2000, "optimizer steps")
+    batch_size: int = _flag(12, "rows of a micro-batch")
+    block_size: int = _flag(64, "context length in tokens")
+    accumulation: int = _flag(1, "micro-batches whose gradients make one step")
+    n_layer: int = _flag(4, "transformer blocks")
+    n_head: int = _flag(4, "attention heads of a block")
+    n_embd: int = _flag(128, "channels of the residual stream")
+    dropout: float = _flag(0.0, "share of activations dropped in training")
+
+    lr: float = _flag(1e-3, "highest learning rate")
+    min_lr: float | None = _flag(None, "last learning rate of the cosine; default: a tenth of --lr")
+    warmup: int = _flag(100, "steps of linear warm-up")
+    weight_decay: float = _flag(0.1, "AdamW's decay of matrices and embeddings")
+    beta1: float = _flag(0.9, "AdamW's decay rate of the first moment")
+    beta2: float = _flag(0.99, "AdamW's decay rate of the second moment")
+    clip: float = _flag(1.0, "largest gradient norm; 0: no clipping")
+    seed: int = _flag(1337, "first weights, rows and dropout")
+
+    corpus: str = _flag("tinyshakespeare", "tinyshakespeare, stdlib, or a text file")
+    tokenizer: str = _flag("char", "text to tokens", ("char",))
+    vocab_size: int | None = _flag(None, "tokens in a learned vocabulary; char takes what the corpus has")
+
+    eval_every: int = _flag(250, "steps between validations; 0: only at the end")
+    log_every: int = _flag(10, "steps between log lines")
+    save_every: int | None = _flag(None, "steps between checkpoints; 0: only at the end; default: --eval-every")
+    out: str | None = _flag(None, "run folder; default: runs/DATE-TIME-PRESET-DTYPE")
+    resume: str | None = _flag(None, "auto (the newest checkpoint of --out) or a run or step folder")
+    overwrite: bool = _flag(False, "replace the run that --out holds")
+    compile: bool = _flag(False, "torch.compile the model")
+    deterministic: bool = _flag(False, "only deterministic algorithms; slower on CUDA")
+
+
+# What a checkpoint's weights depend on: a resumed run must not change these.
+FIXED = ("n_layer", "n_head", "n_embd", "block_size", "tokenizer", "vocab_size")
+
+
+class Request(NamedTuple):
+    """A checked command line."""
+
+    settings: Settings  # nothing in it is "auto" any more
+    asked: dict  # the values before derivation, for the checkpoint: a resumed run derives anew from changed flags
+    hardware: backend.Hardware
+    resume_from: Path | None  # a step folder
+
+
+def read(argv: list[str] | None, prog: str) -> Request:
+    """Reads and checks a command line. BadInput lists all faults, one a line."""
+    flags, faults = _flags(argv, prog)
+    resume_from, saved = None, {}
+    if "resume" in flags:
+        try:
+            resume_from = checkpoint.find(flags["resume"], flags.get("out"))
+            saved = checkpoint.read_manifest(resume_from)["settings"]
+        except BadInput as error:
+            faults.append(str(error))
+    for name in FIXED:
+        if saved and name in flags and flags[name] != saved.get(name, getattr(Settings, name)):
+            faults.append(
+                f"--{name.replace('_', '-')} {flags[name]}: the checkpoint in {resume_from} has {saved.get(name)}"
+            )
+    asked = {**PRESETS.get(saved.get("preset", flags.get("preset")), {}), **saved, **flags}
+    hardware = None
+    if (name := asked.get("backend", Settings.backend)) in backend.MODULES:
+        chosen = (flags.get("device", "auto"), asked.get("dtype", "auto"), asked.get("emulation", "auto"))
+        try:
+            hardware = backend.module(name).hardware(*chosen)
+        except ImportError as error:
+            faults.append(f"--backend {name}: {error.name} is not installed: pip install -r requirements.txt")
+        except BadInput as error:
+            faults.append(str(error))
+    if asked.get("preset", "auto") == "auto":
+        preset = "gpu" if hardware and hardware.device.startswith("cuda") else "cpu"
+        asked = {**PRESETS[preset], **asked, "preset": preset}
+    settings = Settings(**asked)
+    faults += _faults(settings, flags, hardware)
+    if faults:
+        raise BadInput("\n".join(faults))
+    asked["dtype"] = hardware.dtype
+    scaling = "off" if hardware.dtype == "fp32" else "on"
+    settings = replace(
+        settings,
+        device=hardware.device,
+        dtype=hardware.dtype,
+        loss_scaling=scaling if settings.loss_scaling == "auto" else settings.loss_scaling,
+        min_lr=settings.lr / 10 if settings.min_lr is None else settings.min_lr,
+        save_every=settings.eval_every if settings.save_every is None else settings.save_every,
+    )
+    return Request(settings, asked, hardware, resume_from)
+
+
+def _flags(argv: list[str] | None, prog: str) -> tuple[dict, list[str]]:
+    """The settings that the command line names, and what is wrong with their form."""
+    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    parser.error = lambda message: (_ for _ in ()).throw(BadInput(f"{message} (--help lists all)"))
+    for f in fields(Settings):
+        flag, text, default = _name(f), f.metadata["help"], f.default
+        if f.type is bool:
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            continue
+        metavar = "|".join(f.metadata["choices"] or ()) or {"int": "N", "float": "X"}.get(_type(f).__name__, "TEXT")
+        shown = (
+            ""
+            if default is None or "auto" in (default, text)
+            else f" [{default:g}]"
+            if _type(f) is not str
+            else f" [{default}]"
+        )
+        parser.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%") + shown)
+    known, unknown = parser.parse_known_args(argv)
+    flags, faults = {}, []
+    for word in unknown:
+        close = difflib.get_close_matches(word.split("=")[0], [_name(f) for f in fields(Settings)], n=1)
+        faults.append(f"unknown argument {word}" + (f": did you mean {close[0]}?" if close else " (--help lists all)"))
+    for f in fields(Settings):
+        if f.name not in known:
+            continue
+        value, choices = getattr(known, f.name), f.metadata["choices"]
+        if choices and value not in choices:
+            faults.append(f"{_name(f)} {value}: use one of {', '.join(choices)}")
+            continue
+        try:
+            flags[f.name] = _type(f)(value)
+        except ValueError:
+            faults.append(f"{_name(f)} {value}: not {'a whole number' if _type(f) is int else 'a number'}")
+    return flags, faults
+
+
+def _name(f) -> str:
+    return "--" + f.name.replace("_", "-")
+
+
+def _type(f) -> type:
+    return next(t for t in (bool, int, float, str) if f.type in (t, t | None))
+
+
+def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None) -> list[str]:
+    """What is wrong with the values, each in one line that names the flag."""
+    faults = []
+
+    def require(holds: bool, line: str):
+        if not holds:
+            faults.append(line)
+
+    for name in (
+        "steps",
+        "batch_size",
+        "block_size",
+        "accumulation",
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "log_every",
+        "growth_interval",
+    ):
+        value = getattr(s, name)
+        require(value > 0, f"--{name.replace('_', '-')} {value}: must be at least 1")
+    for name in ("warmup", "eval_every", "save_every", "max_skips"):
+        value = getattr(s, name)
+        require(value is None or value >= 0, f"--{name.replace('_', '-')} {value}: must not be negative")
+    if s.n_head > 0 and s.n_embd > 0:
+        require(s.n_embd % s.n_head == 0, f"--n-embd {s.n_embd}: not divisible by --n-head {s.n_head}")
+    require(0 <= s.dropout < 1, f"--dropout {s.dropout}: must be in [0, 1)")
+    require(0 < s.lr < math.inf, f"--lr {s.lr}: must be a finite number above 0")
+    if s.min_lr is not None:
+        require(0 <= s.min_lr <= s.lr, f"--min-lr {s.min_lr}: must be between 0 and --lr {s.lr}")
+    require(0 <= s.weight_decay < math.inf, f"--weight-decay {s.weight_decay}: must be a finite number, not negative")
+    for name in ("beta1", "beta2"):
+        require(0 <= getattr(s, name) < 1, f"--{name} {getattr(s, name)}: must be in [0, 1)")
+    require(0 <= s.clip < math.inf, f"--clip {s.clip}: must be a finite number, not negative; 0 is no clipping")
+    require(0 <= s.seed < 2**63, f"--seed {s.seed}: must be between 0 and 2^63 - 1")
+    require(1 <= s.init_scale < 2.0**24 + 1, f"--init-scale {s.init_scale:g}: must be between 1 and 2^24")
+
+    # A setting that would silently do nothing is refused.
+    require(
+        "vocab_size" not in flags, f"--vocab-size: the {s.tokenizer} tokenizer takes its vocabulary from the corpus"
+    )
+    scaled = s.loss_scaling == "on" or (s.loss_scaling == "auto" and hardware and hardware.dtype != "fp32")
+    for name in ("init_scale", "growth_interval"):
+        if name in flags and hardware:
+            require(scaled, f"--{name.replace('_', '-')}: loss scaling is off in this run: add --loss-scaling on")
+    if hardware and flags.get("emulation") in ("on", "off"):
+        require(hardware.dtype != "fp32", f"--emulation {s.emulation}: fp32 has nothing to emulate")
+    if s.compile and hardware:
+        require(
+            not hardware.emulated,
+            f"--compile: cannot be combined with emulated {hardware.dtype}: use --dtype fp32 or drop it",
+        )
+        if hardware.device == "cpu":
+            compiler = os.environ.get("CXX") or next((c for c in ("g++", "clang++", "cl") if shutil.which(c)), None)
+            require(compiler is not None, "--compile: needs a C++ compiler on the CPU, and none is on PATH")
+        require(hardware.device != "mps", "--compile: not supported on mps")
+    require(not (s.resume and s.overwrite), "--overwrite: cannot be combined with --resume, which continues the run")
+    if s.out and not s.resume and not s.overwrite:
+        require(
+            not checkpoint.holds_run(Path(s.out)),
+            f"--out {s.out}: holds a run: --resume auto continues it, --overwrite replaces it",
+        )
+    return faults

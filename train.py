@@ -1,0 +1,248 @@
+"""Trains a GPT in mixed precision: one flat loop for every backend. `python train.py --help` lists the settings."""
+
+import math
+import platform
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+import settings as flags
+from amp.scaler import DynamicLossScaler, TooManySkips
+from data import tokenizer as tokenizers
+from data.batches import Batches, mean_loss
+from data.tinyshakespeare import load_corpus
+from model import backend as backends
+from model.config import GPTConfig, flops_per_token, parameter_count, peak_flops
+from optim.schedule import learning_rate
+from run import checkpoint
+from run.errors import BadInput
+from run.log import Log, Row, read_log
+from run.plot import plot
+from run.progress import Progress, thousands
+from sample import generate
+
+MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
+EVALUATION_ROWS = 64
+SAMPLE_TOKENS = 200
+
+
+def train(request: flags.Request) -> None:
+    """One training run, from reading the corpus to a sample of the trained model."""
+    settings, asked, hardware, resume_from = request
+    arrays, description, manifest = checkpoint.load(resume_from) if resume_from else ({}, {}, {})
+    corpus = load_corpus(settings.corpus)
+    if manifest:
+        check_resume(settings, manifest, corpus, resume_from)
+    tokenizer = tokenizers.load(description) if manifest else tokenizers.train(settings.tokenizer, corpus.text)
+    batches = Batches(tokenizer.encode(corpus.text), settings.block_size, settings.batch_size, settings.seed)
+    sizes = {name: getattr(settings, name) for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout")}
+    config = GPTConfig(vocab_size=tokenizer.vocab_size, **sizes)
+    backend = backends.module(settings.backend).build(settings, hardware, config)
+    scaler = build_scaler(settings)
+    first_step, best_val = 0, math.inf
+    if manifest:
+        backend.load_state(arrays)
+        restore_scaler(scaler, settings, manifest)
+        first_step = manifest["step"]
+        best_val = math.inf if manifest["best_val"] is None else manifest["best_val"]
+    out = open_out(settings, hardware, resume_from)
+    print_header(settings, hardware, config, corpus, batches, out, first_step)
+
+    optimizer = backend.optimizer
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tokens_per_step = settings.accumulation * settings.batch_size * settings.block_size
+    with Log(out / "log.csv", first_step) as log, Progress(first_step, settings.steps) as progress:
+        seconds, started = 0.0, time.perf_counter()  # of training alone, without validation, logging and saving
+        for step in range(first_step, settings.steps):
+            lr = learning_rate(step, settings.steps, settings.lr, settings.min_lr, settings.warmup)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            losses = []
+            for micro in range(settings.accumulation):
+                x, y = batches.get("train", step, micro)
+                with backend.autocast():
+                    loss = backend.model(x, y, key=(settings.seed, step, micro))
+                scaler.scale(loss / settings.accumulation).backward()
+                losses.append(loss.detach())
+            scaler.unscale_(optimizer)  # the one host read; before the clip, or the threshold is off by the scale
+            grad_norm = backend.clip_grad_norm_(parameters, settings.clip or math.inf)
+            scaler.step(optimizer)  # skipped when a gradient is inf or NaN
+            scaler.update()  # backs off after a skip, grows after many good steps
+            optimizer.zero_grad(set_to_none=True)
+            progress.advance()
+
+            done, first, last = step + 1, step == first_step, step + 1 == settings.steps
+            validate = last or is_due(settings.eval_every, done)
+            save = last or is_due(settings.save_every, done)
+            if not (validate or save or first or is_due(settings.log_every, done)):
+                continue
+            mean = sum(loss.item() for loss in losses) / settings.accumulation
+            seconds += time.perf_counter() - started
+            val, val_error, is_best = None, None, False
+            if validate:
+                val, val_error = mean_loss(backend.evaluate, batches.windows("val", EVALUATION_ROWS))
+                is_best = val < best_val  # false for NaN
+                best_val = val if is_best else best_val
+            row = Row(
+                step=done,
+                loss=mean,
+                val=val,
+                val_error=val_error,
+                lr=lr,
+                grad_norm=float(grad_norm),
+                scale=scaler.get_scale(),
+                skipped=scaler.skipped_steps,
+                tokens=done * tokens_per_step,
+                tokens_per_second=(done - first_step) * tokens_per_step / seconds,
+                seconds=seconds,
+            )
+            log.write(row)
+            progress.show(row)
+            if save or is_best:
+                state = manifest_of(asked, hardware, config, corpus, tokenizer, scaler, best_val)
+                checkpoint.save(out, done, backend.state(), asdict(config), tokenizer.describe(), state, is_best)
+            started = time.perf_counter()
+
+    plot(
+        read_log(out / "log.csv"),
+        out / "loss.png",
+        f"{corpus.name}, {parameter_count(config):,} parameters, {hardware.dtype}",
+    )
+    print_end(config, hardware, backend, tokenizer, row, out)
+
+
+def is_due(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def build_scaler(settings: flags.Settings) -> DynamicLossScaler:
+    """With --loss-scaling off the scale is held at 1 and the checks stay: a NaN still skips its step."""
+    on = settings.loss_scaling == "on"
+    return DynamicLossScaler(
+        init_scale=settings.init_scale if on else 1.0,
+        growth_interval=settings.growth_interval,
+        max_scale=MAX_SCALE if on else 1.0,
+        max_consecutive_skips=settings.max_skips,
+    )
+
+
+# ---- resuming
+
+
+def check_resume(settings: flags.Settings, manifest: dict, corpus, resume_from: Path) -> None:
+    if corpus.sha256 != manifest["corpus"]["sha256"]:
+        raise BadInput(
+            f"--resume {resume_from}: trained on another text ({manifest['corpus']['name']}) than {corpus.name} is now"
+        )
+    if manifest["step"] >= settings.steps:
+        raise BadInput(f"--resume {resume_from}: all {settings.steps} steps are done: ask for more with --steps")
+
+
+def restore_scaler(scaler: DynamicLossScaler, settings: flags.Settings, manifest: dict) -> None:
+    if settings.loss_scaling == "on" and manifest["settings"]["loss_scaling"] != "off":
+        scaler.load_state_dict(manifest["scaler"] | {"growth_interval": settings.growth_interval})
+    scaler.skipped_steps, scaler.consecutive_skips = manifest["skipped"], manifest["consecutive_skips"]
+
+
+def manifest_of(asked, hardware, config, corpus, tokenizer, scaler: DynamicLossScaler, best_val: float) -> dict:
+    """What a checkpoint must know besides arrays; rows, dropout and learning rate are functions of the step."""
+    return {
+        "best_val": best_val if best_val < math.inf else None,
+        "scaler": scaler.state_dict(),
+        "skipped": scaler.skipped_steps,
+        "consecutive_skips": scaler.consecutive_skips,
+        "settings": asked | {"corpus": corpus.name},
+        "config": asdict(config),
+        "corpus": {"name": corpus.name, "sha256": corpus.sha256},
+        "tokenizer_fingerprint": tokenizers.fingerprint(tokenizer),
+        "compute": {"dtype": hardware.dtype, "emulated": hardware.emulated, "how": hardware.how},
+        "versions": {"python": platform.python_version()} | backends.versions(),
+    }
+
+
+# ---- what a person sees before and after
+
+
+def open_out(settings: flags.Settings, hardware: backends.Hardware, resume_from: Path | None) -> Path:
+    """The run folder, made or emptied as asked. BadInput where it cannot be written."""
+    try:
+        if settings.out or resume_from:
+            out = Path(settings.out) if settings.out else resume_from.parent
+            out.mkdir(parents=True, exist_ok=True)
+            if settings.overwrite:
+                checkpoint.remove_run(out)
+            return out
+        name = f"{time.strftime('%Y-%m-%d-%H%M%S')}-{settings.preset}-{hardware.dtype}"
+        for number in range(1, 100):  # two runs may start in the same second
+            out = Path("runs") / (name if number == 1 else f"{name}-{number}")
+            try:
+                out.mkdir(parents=True)
+                return out
+            except FileExistsError:
+                continue
+        raise BadInput(f"--out: {out} and 99 more exist")
+    except OSError as error:
+        raise BadInput(f"--out {error.filename}: cannot be written ({error.strerror})") from None
+
+
+def print_header(settings, hardware, config: GPTConfig, corpus, batches: Batches, out: Path, first_step: int) -> None:
+    for note in corpus.notes:
+        print(f"note    {note}")
+    train_tokens, val_tokens = (len(batches.tokens[split]) for split in ("train", "val"))
+    if settings.loss_scaling == "on":
+        scaling = f"dynamic loss scale, doubles after {settings.growth_interval} good steps, halves after a bad one"
+    else:
+        scaling = "off: scale fixed at 1, inf and NaN still skip their step"
+    print(
+        f"model   {parameter_count(config):,} parameters: {config.n_layer} layers, {config.n_head} heads, "
+        f"{config.n_embd} channels, context {config.block_size}, vocabulary {config.vocab_size}\n"
+        f"device  {hardware.device}: {hardware.device_name}\n"
+        f"dtype   {hardware.dtype}: {hardware.how}\n"
+        f"scaling {scaling}\n"
+        f"data    {corpus.name}: {train_tokens:,} training and {val_tokens:,} validation tokens, seed {settings.seed}\n"
+        f"run     steps {first_step + 1} to {settings.steps}, "
+        f"{settings.accumulation} x {settings.batch_size} x {config.block_size} tokens each, in {out}",
+        flush=True,
+    )
+
+
+def print_end(config: GPTConfig, hardware, backend, tokenizer, row: Row, out: Path) -> None:
+    peak = peak_flops(hardware.device_name, hardware.dtype)
+    mfu = (
+        f"{row.tokens_per_second * flops_per_token(config) / peak:.1%}"
+        if peak
+        else "n/a (peak of this device not known)"
+    )
+    print(f"done    val {row.val:.4f} ± {row.val_error:.4f} | {thousands(row.tokens_per_second)} tok/s | MFU {mfu}")
+    start = tokenizer.encode("\n") if "\n" in tokenizer.characters else np.zeros(1, dtype=np.int64)
+    print(
+        "sample\n" + tokenizer.decode(generate(backend.logits, start, config.block_size, SAMPLE_TOKENS)).strip() + "\n"
+    )
+    folder = shlex.quote(str(out))
+    print(f"picture {out / 'loss.png'}\nlog     {out / 'log.csv'}\ncheckpoint {out / f'step-{row.step}'}")
+    print(f"go on   python train.py --resume {folder} --steps {2 * row.step}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 trained, 1 diverged, 2 bad input, 130 interrupted."""
+    try:
+        train(flags.read(argv, "train.py"))
+        return 0
+    except BadInput as error:
+        for line in str(error).splitlines():
+            print(f"train.py: error: {line}", file=sys.stderr)
+        return 2
+    except TooManySkips as error:
+        print(f"train.py: stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train.py: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
