@@ -2,7 +2,7 @@
 
 On a CPU without 16-bit units torch's own bf16 and fp16 matrix products are about a hundred times slower than fp32.
 Emulation computes what a tensor core computes, at nearly fp32 speed: it rounds the operands to the low dtype,
-multiplies and accumulates in fp32, and rounds the result; gradients likewise. Values live in fp32 tensors all the while.
+multiplies and accumulates in fp32, and rounds the result; gradients likewise. All values live in fp32 tensors.
 """
 
 from contextlib import contextmanager
@@ -104,7 +104,7 @@ def autocast(device_type: str, dtype: str, emulated: bool = False, enabled: bool
 
 
 def native_units(device: torch.device, dtype: str) -> tuple[bool, str]:
-    """(whether the device multiplies in this dtype in hardware, the reason in words). By capability flags, not timing."""
+    """(whether the device multiplies in this dtype in hardware, why), by capability flags, not timing."""
     if dtype == "fp32":
         return True, "full precision"
     if device.type == "cuda":

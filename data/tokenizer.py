@@ -1,7 +1,7 @@
 """Text to token ids and back.
 
-A tokenizer has `kind`, `vocab_size`, `encode(text) -> int32 array (n,)`, `decode(ids) -> text` and `describe() -> dict`,
-the JSON that a checkpoint keeps as minigpt_tokenizer.json; `load` builds it again. `fingerprint` names a vocabulary, so
+A tokenizer has `kind`, `vocab_size`, `encode(text) -> int32 (n,)`, `decode(ids) -> text` and `describe() -> dict`, the
+JSON that a checkpoint keeps as minigpt_tokenizer.json; `load` builds it again. `fingerprint` names a vocabulary, so
 that a checkpoint is never read with another one.
 """
 

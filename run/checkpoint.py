@@ -31,7 +31,7 @@ NOT_WEIGHTS = re.compile(r"(^lm_head\.weight|\.attn\.bias|\.attn\.masked_bias)$"
 
 
 def save(out: Path, step: int, arrays: dict, config: dict, tokenizer: dict, manifest: dict, best: bool = False) -> Path:
-    """Writes `out/step-N` and points latest.json (and with `best` best.json) at it. `arrays` as Backend.state() gives."""
+    """Writes `out/step-N` and points latest.json (with `best` also best.json) at it; `arrays` as of Backend.state()."""
     out.mkdir(parents=True, exist_ok=True)
     temporary, final = out / f".step-{step}.{os.getpid()}.tmp", out / f"step-{step}"
     shutil.rmtree(temporary, ignore_errors=True)
