@@ -39,7 +39,7 @@ format: $(VENV)/dev.stamp
 
 # On any CUDA machine, with the python3 it has.
 gpu-check:
-	$(PYTHON) benchmarks/gpu_check.py
+	$(PYTHON) -m benchmarks.gpu_check
 
 clean:
 	rm -rf $(VENV)

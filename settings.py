@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from data import tinyshakespeare
 from model import backend
 from model.config import PRESETS
 from run import checkpoint
@@ -73,6 +74,8 @@ class Settings:
     deterministic: bool = _flag(False, "only deterministic algorithms; slower on CUDA")
 
 
+# What belongs to one process or one machine, so that a checkpoint does not keep it.
+NOT_SAVED = ("device", "out", "resume", "overwrite")
 # What a checkpoint's weights depend on: a resumed run must not change these.
 FIXED = ("n_layer", "n_head", "n_embd", "block_size", "tokenizer", "vocab_size")
 
@@ -128,6 +131,7 @@ def read(argv: list[str] | None, prog: str) -> Request:
         min_lr=settings.lr / 10 if settings.min_lr is None else settings.min_lr,
         save_every=settings.eval_every if settings.save_every is None else settings.save_every,
     )
+    asked = {name: value for name, value in asked.items() if name not in NOT_SAVED}
     return Request(settings, asked, hardware, resume_from)
 
 
@@ -151,7 +155,9 @@ def _flags(argv: list[str] | None, prog: str) -> tuple[dict, list[str]]:
         parser.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%") + shown)
     known, unknown = parser.parse_known_args(argv)
     flags, faults = {}, []
-    for word in unknown:
+    for before, word in zip(["", *unknown], unknown, strict=False):
+        if before.startswith("--") and not word.startswith("--"):
+            continue  # the value of the unknown flag before it
         close = difflib.get_close_matches(word.split("=")[0], [_name(f) for f in fields(Settings)], n=1)
         faults.append(f"unknown argument {word}" + (f": did you mean {close[0]}?" if close else " (--help lists all)"))
     for f in fields(Settings):
@@ -232,10 +238,24 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None) -> list
             compiler = os.environ.get("CXX") or next((c for c in ("g++", "clang++", "cl") if shutil.which(c)), None)
             require(compiler is not None, "--compile: needs a C++ compiler on the CPU, and none is on PATH")
         require(hardware.device != "mps", "--compile: not supported on mps")
-    require(not (s.resume and s.overwrite), "--overwrite: cannot be combined with --resume, which continues the run")
-    if s.out and not s.resume and not s.overwrite:
+    if s.corpus not in tinyshakespeare.NAMES:
+        path = Path(s.corpus)
         require(
-            not checkpoint.holds_run(Path(s.out)),
-            f"--out {s.out}: holds a run: --resume auto continues it, --overwrite replaces it",
+            path.exists(), f"--corpus {path}: no such file (names without a file: {', '.join(tinyshakespeare.NAMES)})"
+        )
+        require(not path.exists() or path.is_file(), f"--corpus {path}: not a file")
+        require(not path.is_file() or os.access(path, os.R_OK), f"--corpus {path}: not readable")
+    require(not (s.resume and s.overwrite), "--overwrite: cannot be combined with --resume, which continues the run")
+    out = Path(s.out or "runs")
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    require(
+        writable,
+        f"--out {out}: cannot be written, {existing} is {'not writable' if existing.is_dir() else 'not a folder'}",
+    )
+    if s.out and writable and not s.resume and not s.overwrite:
+        require(
+            not checkpoint.holds_run(out),
+            f"--out {out}: holds a run: --resume auto continues it, --overwrite replaces it",
         )
     return faults

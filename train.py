@@ -32,7 +32,7 @@ SAMPLE_TOKENS = 200
 
 def train(request: flags.Request) -> None:
     """One training run, from reading the corpus to a sample of the trained model."""
-    settings, asked, hardware, resume_from = request
+    settings, hardware, resume_from = request.settings, request.hardware, request.resume_from
     arrays, description, manifest = checkpoint.load(resume_from) if resume_from else ({}, {}, {})
     corpus = load_corpus(settings.corpus)
     if manifest:
@@ -103,7 +103,7 @@ def train(request: flags.Request) -> None:
             log.write(row)
             progress.show(row)
             if save or is_best:
-                state = manifest_of(asked, hardware, config, corpus, tokenizer, scaler, best_val)
+                state = manifest_of(request, config, corpus, tokenizer, scaler, best_val)
                 checkpoint.save(out, done, backend.state(), asdict(config), tokenizer.describe(), state, is_best)
             started = time.perf_counter()
 
@@ -143,23 +143,23 @@ def check_resume(settings: flags.Settings, manifest: dict, corpus, resume_from: 
 
 
 def restore_scaler(scaler: DynamicLossScaler, settings: flags.Settings, manifest: dict) -> None:
-    if settings.loss_scaling == "on" and manifest["settings"]["loss_scaling"] != "off":
+    if settings.loss_scaling == "on" and manifest["compute"]["loss_scaling"] == "on":
         scaler.load_state_dict(manifest["scaler"] | {"growth_interval": settings.growth_interval})
     scaler.skipped_steps, scaler.consecutive_skips = manifest["skipped"], manifest["consecutive_skips"]
 
 
-def manifest_of(asked, hardware, config, corpus, tokenizer, scaler: DynamicLossScaler, best_val: float) -> dict:
+def manifest_of(request: flags.Request, config, corpus, tokenizer, scaler: DynamicLossScaler, best_val: float) -> dict:
     """What a checkpoint must know besides arrays; rows, dropout and learning rate are functions of the step."""
     return {
         "best_val": best_val if best_val < math.inf else None,
         "scaler": scaler.state_dict(),
         "skipped": scaler.skipped_steps,
         "consecutive_skips": scaler.consecutive_skips,
-        "settings": asked | {"corpus": corpus.name},
+        "settings": request.asked | {"corpus": corpus.name},
         "config": asdict(config),
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
         "tokenizer_fingerprint": tokenizers.fingerprint(tokenizer),
-        "compute": {"dtype": hardware.dtype, "emulated": hardware.emulated, "how": hardware.how},
+        "compute": request.hardware._asdict() | {"loss_scaling": request.settings.loss_scaling},
         "versions": {"python": platform.python_version()} | backends.versions(),
     }
 
@@ -176,15 +176,14 @@ def open_out(settings: flags.Settings, hardware: backends.Hardware, resume_from:
             if settings.overwrite:
                 checkpoint.remove_run(out)
             return out
-        name = f"{time.strftime('%Y-%m-%d-%H%M%S')}-{settings.preset}-{hardware.dtype}"
-        for number in range(1, 100):  # two runs may start in the same second
+        name, number = f"{time.strftime('%Y-%m-%d-%H%M%S')}-{settings.preset}-{hardware.dtype}", 1
+        while True:  # two runs may start in the same second
             out = Path("runs") / (name if number == 1 else f"{name}-{number}")
             try:
                 out.mkdir(parents=True)
                 return out
             except FileExistsError:
-                continue
-        raise BadInput(f"--out: {out} and 99 more exist")
+                number += 1
     except OSError as error:
         raise BadInput(f"--out {error.filename}: cannot be written ({error.strerror})") from None
 
@@ -238,6 +237,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except TooManySkips as error:
         print(f"train.py: stopped: {error}", file=sys.stderr)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        print(
+            "train.py: out of memory: use a smaller --batch-size (with --accumulation), block or model", file=sys.stderr
+        )
         return 1
     except KeyboardInterrupt:
         print("train.py: interrupted", file=sys.stderr)

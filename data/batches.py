@@ -26,7 +26,7 @@ class Batches:
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
         if len(self.tokens["train"]) < block_size + 1 or len(self.tokens["val"]) < 2:
             raise BadInput(
-                f"text too short: {len(tokens)} tokens, where a block of {block_size} needs {smallest_text(block_size)} "
+                f"text too short: {len(tokens)} tokens, a block of {block_size} needs {smallest_text(block_size)} "
                 f"({block_size + 1} in the 90 % for training, 2 in the rest): use a longer text or a smaller block size"
             )
 

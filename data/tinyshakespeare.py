@@ -5,6 +5,7 @@ by its hash. Without a network the run goes on with text that is on every machin
 """
 
 import hashlib
+import http.client
 import os
 import sys
 import sysconfig
@@ -15,13 +16,14 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from run.errors import BadInput
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 FILE = "tinyshakespeare.txt"
+NAMES = ("tinyshakespeare", "stdlib")  # corpora that are no path
 TIMEOUT_SECONDS = 10
 
 # About 1 MB, all of it in Python 3.10 to 3.14; a stripped installation may lack some.
@@ -30,6 +32,10 @@ STDLIB_MODULES = [
     "fractions", "functools", "heapq", "inspect", "ipaddress", "optparse", "pprint", "random", "shlex", "shutil",
     "statistics", "string", "subprocess", "textwrap", "threading", "traceback", "uuid", "weakref",
 ]  # fmt: skip
+
+
+class NoDownload(OSError):
+    """Both tries failed."""
 
 
 class Corpus(NamedTuple):
@@ -47,14 +53,13 @@ def load_corpus(name: str) -> Corpus:
     if name == "stdlib":
         return Corpus(name, _standard_library())
     if name != "tinyshakespeare":
-        return Corpus(str(name), decode(_read(Path(name), "--corpus"), str(name)))
+        return Corpus(name, decode(_read(Path(name)), name))
     try:
         raw, notes = _tiny_shakespeare()
     except OSError as error:
-        reason = getattr(error, "reason", error)
         note = (
-            f"no Tiny Shakespeare ({reason}): training on this Python's standard library instead; to have it, "
-            f"put {FILE} into a folder and set MINIGPT_DATA to that folder"
+            f"no Tiny Shakespeare ({getattr(error, 'reason', error)}): training on this Python's own library instead; "
+            f"to have it, put {FILE} into a folder and set MINIGPT_DATA to that folder"
         )
         return Corpus("stdlib", _standard_library(), (note,))
     return Corpus(name, decode(raw, FILE), notes)
@@ -68,18 +73,17 @@ def decode(raw: bytes, where: str) -> str:
         raise BadInput(
             f"{where}: not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}: convert the file to UTF-8"
         ) from None
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    if not text:
+        raise BadInput(f"{where}: empty")
+    return text
 
 
-def _read(path: Path, what: str) -> bytes:
-    if path.is_dir():
-        raise BadInput(f"{what} {path}: a folder, not a text file")
+def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except FileNotFoundError:
-        raise BadInput(f"{what} {path}: no such file (names without a file: tinyshakespeare, stdlib)") from None
     except OSError as error:
-        raise BadInput(f"{what} {path}: cannot be read ({error.strerror})") from None
+        raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _tiny_shakespeare() -> tuple[bytes, tuple[str, ...]]:
@@ -89,14 +93,15 @@ def _tiny_shakespeare() -> tuple[bytes, tuple[str, ...]]:
         path = Path(folder) / FILE
         if not path.is_file():
             raise BadInput(f"MINIGPT_DATA={folder}: no {FILE} in that folder: put it there or unset MINIGPT_DATA")
-        raw = _read(path, "MINIGPT_DATA")
+        raw = _read(path)
         if reason := _not_the_file(raw):
             raise BadInput(f"{path}: {reason}")
         return raw, ()
     cached = cache_folder() / FILE
-    if cached.is_file() and not _not_the_file(raw := cached.read_bytes()):
-        return raw, ()
+    fresh = None
     try:
+        if cached.is_file() and not _not_the_file(raw := cached.read_bytes()):
+            return raw, ()
         cached.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(cached.with_suffix(".lock"), timeout=4 * TIMEOUT_SECONDS):  # two processes: one download
             if cached.is_file() and not _not_the_file(raw := cached.read_bytes()):
@@ -104,14 +109,16 @@ def _tiny_shakespeare() -> tuple[bytes, tuple[str, ...]]:
             with tempfile.NamedTemporaryFile(dir=cached.parent, prefix=FILE, delete=False) as file:
                 temporary = Path(file.name)
             try:
-                raw = _download()
-                temporary.write_bytes(raw)
+                fresh = _download()
+                temporary.write_bytes(fresh)
                 temporary.replace(cached)
             finally:
                 temporary.unlink(missing_ok=True)
-            return raw, (f"downloaded Tiny Shakespeare to {cached}",)
-    except (PermissionError, Timeout, NotImplementedError, FileExistsError, NotADirectoryError):
-        return _download(), (f"downloaded Tiny Shakespeare; it could not be kept in {cached.parent}",)
+            return fresh, (f"downloaded Tiny Shakespeare to {cached}",)
+    except NoDownload:
+        raise
+    except (OSError, NotImplementedError):  # of the cache: read-only, full, no folder, locked for long
+        return fresh or _download(), (f"downloaded Tiny Shakespeare; it could not be kept in {cached.parent}",)
 
 
 def cache_folder() -> Path:
@@ -134,9 +141,9 @@ def _download() -> bytes:
             if reason := _not_the_file(raw):
                 raise OSError(reason)
             return raw
-        except OSError:
+        except (OSError, http.client.HTTPException) as error:  # IncompleteRead is no OSError
             if last_try:
-                raise
+                raise NoDownload(str(getattr(error, "reason", error))) from None
             time.sleep(0.5)
 
 

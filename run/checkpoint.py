@@ -25,6 +25,7 @@ from safetensors.numpy import save as dump_tensors
 from run.errors import BadInput
 
 FORMAT_VERSION = 1
+STEP_FOLDER = re.compile(r"step-\d+|\.step-\d+\.\d+\.(tmp|old)")  # finished, or left by a process that died
 KEPT = 2  # newest checkpoints that stay; the best one stays too
 CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
 NOT_WEIGHTS = re.compile(r"(^lm_head\.weight|\.attn\.bias|\.attn\.masked_bias)$")  # tied, and causal masks of old files
@@ -52,7 +53,12 @@ def save(out: Path, step: int, arrays: dict, config: dict, tokenizer: dict, mani
         aside = out / f".step-{step}.{os.getpid()}.old"
         if final.exists():
             final.rename(aside)
-        temporary.rename(final)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if aside.exists():
+                aside.rename(final)
+            raise
         shutil.rmtree(aside, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -95,7 +101,10 @@ def find(wanted: str, out: str | None = None) -> Path:
     if (folder / "manifest.json").is_file():
         return folder
     if (folder / "latest.json").is_file():
-        return folder / f"step-{_read_json(folder / 'latest.json')['step']}"
+        step = _read_json(folder / "latest.json").get("step")
+        if not isinstance(step, int):
+            raise BadInput(f"{folder / 'latest.json'}: damaged, no step in it: name a step folder")
+        return folder / f"step-{step}"
     raise BadInput(f"{folder}: no checkpoint there (neither latest.json nor manifest.json)")
 
 
@@ -105,17 +114,22 @@ def read_manifest(folder: Path) -> dict:
         raise BadInput(
             f"{folder}: format version {manifest.get('format_version')}, this version reads {FORMAT_VERSION}"
         )
+    if not isinstance(manifest.get("sha256"), dict) or "step" not in manifest:
+        raise BadInput(f"{folder / 'manifest.json'}: damaged: use another checkpoint")
     return manifest
 
 
 def holds_run(out: Path) -> bool:
-    return any((out / name).exists() for name in ("latest.json", "log.csv")) or any(out.glob("step-*"))
+    return any((out / name).exists() for name in ("latest.json", "log.csv")) or any(
+        STEP_FOLDER.fullmatch(p.name) for p in out.glob("*")
+    )
 
 
 def remove_run(out: Path) -> None:
     """Deletes what a run wrote in `out`, and nothing else."""
-    for path in [*out.glob("step-*"), *out.glob(".step-*")]:
-        shutil.rmtree(path, ignore_errors=True)
+    for path in out.glob("*"):
+        if STEP_FOLDER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
     for name in ("latest.json", "best.json", "log.csv", "loss.png"):
         (out / name).unlink(missing_ok=True)
 
@@ -154,8 +168,11 @@ def _remove_old(out: Path) -> None:
 
 def _point(path: Path, content: dict) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    _write(temporary, _json(content))
-    temporary.replace(path)
+    try:
+        _write(temporary, _json(content))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     _flush_folder(path.parent)
 
 
@@ -190,5 +207,5 @@ def _read(path: Path) -> bytes:
 def _read_json(path: Path) -> dict:
     try:
         return json.loads(_read(path))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not UTF-8
         raise BadInput(f"{path}: damaged, not JSON ({error}): use another checkpoint") from None

@@ -51,4 +51,8 @@ def read_log(path: Path) -> list[Row]:
         return None if text == "" else int(text) if name in whole else float(text)
 
     with open(path, newline="", encoding="utf-8") as file:
-        return [Row(**{name: value(name, text) for name, text in row.items()}) for row in csv.DictReader(file)]
+        return [
+            Row(**{name: value(name, text) for name, text in row.items()})
+            for row in csv.DictReader(file)
+            if None not in row.values()
+        ]

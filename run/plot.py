@@ -1,5 +1,6 @@
 """The picture of a run: loss and validation, learning rate, loss scale with its skipped steps."""
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def plot(rows: list[Row], path: Path, title: str = "") -> None:
         loss.errorbar(
             *points, yerr=errors, color="tab:orange", marker="o", capsize=3, label="validation ± standard error"
         )
-        best = min(validated, key=lambda row: row.val)
+        best = min(validated, key=lambda row: math.inf if math.isnan(row.val) else row.val)
         loss.annotate(f"{best.val:.3f}", (best.step, best.val), textcoords="offset points", xytext=(0, 8), ha="center")
     loss.set(ylabel="loss (nats per token)", title=title)
     loss.legend()

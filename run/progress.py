@@ -36,7 +36,7 @@ class Progress:
 
     def __init__(self, first_step: int, steps: int):
         self.terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        bar = "{n_fmt}/{total_fmt} {bar:10} {remaining} left | {postfix}"
+        bar = "{n_fmt}/{total_fmt} {bar:10} {remaining} left | {desc}"
         self.bar = tqdm(total=steps, initial=first_step, disable=not self.terminal, dynamic_ncols=True, bar_format=bar)
         self.last_val: tuple[float | None, float | None] = (None, None)
 
@@ -51,7 +51,7 @@ class Progress:
             sys.stdout.flush()
         if self.terminal:
             val, val_error = self.last_val
-            self.bar.set_postfix_str(line(row._replace(val=val, val_error=val_error)).split(" | ", 1)[1])
+            self.bar.set_description_str(line(row._replace(val=val, val_error=val_error)).split(" | ", 1)[1])
 
     def __enter__(self):
         return self

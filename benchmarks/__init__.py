@@ -1,0 +1,1 @@
+"""Measurements, and the peers that they are measured against."""

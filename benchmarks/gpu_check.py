@@ -1,0 +1,85 @@
+"""Everything that needs a GPU, in one call: `make gpu-check`. Results in benchmarks/results/<gpu>.json.
+
+It runs the tests marked `gpu`, then 200 steps of the `gpu` preset in bf16 and in fp16. Exit status 0 if all passed.
+"""
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from model import backend as backends
+from model.config import GPTConfig, flops_per_token, peak_flops
+from run.checkpoint import find, read_manifest
+from run.errors import BadInput
+from run.log import read_log
+
+ROOT = Path(__file__).resolve().parent.parent
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def run_tests() -> bool:
+    return subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", "-q"], cwd=ROOT).returncode == 0
+
+
+def train(hardware: backends.Hardware, dtype: str, steps: int, more_flags: list[str]) -> dict:
+    """A training run in a process of its own -> a row of results; `failed` holds the exit status of one that failed."""
+    case = {"case": f"train/{hardware.device}/{dtype}", "steps": steps}
+    with tempfile.TemporaryDirectory() as out:
+        flags = ["--device", hardware.device, "--dtype", dtype, "--steps", str(steps), "--out", out, *more_flags]
+        status = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT).returncode
+        if status:
+            return case | {"failed": status}
+        rows, manifest = read_log(Path(out) / "log.csv"), read_manifest(find(out))
+    peak = peak_flops(hardware.device_name, dtype)
+    flops = rows[-1].tokens_per_second * flops_per_token(GPTConfig(**manifest["config"]))
+    return case | {
+        "ours": rows[-1].tokens_per_second,
+        "unit": "tok/s",
+        "mfu": flops / peak if peak else None,
+        "first_loss": rows[0].loss,
+        "val": rows[-1].val,
+        "skipped": rows[-1].skipped,
+        "scale": rows[-1].scale,
+        "how": manifest["compute"]["how"],
+        "corpus": manifest["corpus"]["name"],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu_check.py", description=__doc__)
+    parser.add_argument("--device", default="cuda", help="where to train; anything but cuda only tries this script out")
+    parser.add_argument("--preset", default="gpu")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--skip-tests", action="store_true")
+    flags = parser.parse_args(argv)
+    try:
+        hardware = backends.module("torch").hardware(flags.device, "auto", "auto")
+    except BadInput as error:
+        print(f"gpu_check.py: error: {error}", file=sys.stderr)
+        return 2
+    tests_passed = None if flags.skip_tests else run_tests()
+    more = ["--preset", flags.preset, "--eval-every", "0"]
+    rows = [train(hardware, dtype, flags.steps, more) for dtype in ("bf16", "fp16")]
+    result = {
+        "benchmark": "gpu-check",
+        "machine": {"device": hardware.device_name, "system": platform.platform()},
+        "versions": {"python": platform.python_version()} | backends.versions(),
+        "tests_passed": tests_passed,
+        "rows": rows,
+    }
+    flags.results.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^a-z0-9]+", "-", hardware.device_name.lower()).strip("-")
+    (flags.results / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result))
+    return 0 if tests_passed is not False and not any("failed" in row for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

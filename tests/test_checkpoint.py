@@ -1,0 +1,400 @@
+"""A run on disk."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from data.tokenizer import CharTokenizer
+from model.config import GPTConfig, parameters
+from run import checkpoint
+from run.errors import BadInput
+
+CONFIG = GPTConfig(vocab_size=5, block_size=12, n_layer=2, n_head=2, n_embd=8, dropout=0.1)
+TOKENIZER = CharTokenizer("abcde").describe()
+FILES = {
+    "config.json",
+    "model.safetensors",
+    "minigpt_tokenizer.json",
+    "optimizer.safetensors",
+    "manifest.json",
+}
+
+
+def arrays(seed: int = 0) -> dict:
+    """What Backend.state() returns, with random numbers."""
+    random = np.random.default_rng(seed)
+
+    def tensors(prefix=""):
+        return {prefix + p.name: random.normal(size=p.shape).astype(np.float32) for p in parameters(CONFIG)}
+
+    moments = tensors("exp_avg.") | tensors("exp_avg_sq.") | {"step": np.array(seed, dtype=np.int64)}
+    return {"model": tensors(), "optimizer": moments}
+
+
+def save(out: Path, step: int, best: bool = False, seed: int | None = None) -> Path:
+    """A checkpoint whose arrays are drawn with `seed`, by default the step."""
+    state = arrays(step if seed is None else seed)
+    return checkpoint.save(out, step, state, asdict(CONFIG), TOKENIZER, {"best_val": 1 / 3}, best)
+
+
+def assert_same(got: dict, expected: dict) -> None:
+    for kind in ("model", "optimizer"):
+        assert got[kind].keys() == expected[kind].keys()
+        for name, array in expected[kind].items():
+            assert got[kind][name].dtype == array.dtype
+            assert got[kind][name].shape == array.shape
+            assert got[kind][name].tobytes() == array.tobytes()
+
+
+def content(out: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def folders(out: Path) -> set[str]:
+    return {path.name for path in out.iterdir() if path.is_dir()}
+
+
+def pointed(out: Path, name: str) -> int:
+    return json.loads((out / name).read_text())["step"]
+
+
+def altered(path: Path, masks, places=None):
+    """Alters one byte after the other, by default all; yields while a byte is altered."""
+    raw = path.read_bytes()
+    for place, mask in product(range(len(raw)) if places is None else places, masks):
+        changed = bytearray(raw)
+        changed[place] ^= mask
+        path.write_bytes(changed)
+        yield place
+
+
+# ---- writing and reading
+
+
+def test_arrays_tokenizer_and_manifest_come_back_as_they_were(tmp_path):
+    folder = save(tmp_path, 7)
+    got, tokenizer, manifest = checkpoint.load(folder)
+    assert folder == tmp_path / "step-7"
+    assert_same(got, arrays(7))
+    assert tokenizer == TOKENIZER
+    assert manifest["step"] == 7
+    assert manifest["best_val"] == 1 / 3
+
+
+def test_saving_leaves_the_arrays_alone(tmp_path):
+    state = arrays(1)
+    checkpoint.save(tmp_path, 1, state, asdict(CONFIG), TOKENIZER, {"best_val": 1.0})
+    assert_same(state, arrays(1))
+
+
+def test_a_step_folder_holds_json_and_safetensors_and_no_pickle(tmp_path):
+    folder = save(tmp_path, 1)
+    assert content(folder).keys() == FILES
+    for name, raw in content(folder).items():
+        if name.endswith(".json"):
+            json.loads(raw)
+        else:
+            header_length = int.from_bytes(raw[:8], "little")
+            header = json.loads(raw[8 : 8 + header_length])
+            assert len(raw) == 8 + header_length + max(t["data_offsets"][1] for t in header.values() if "dtype" in t)
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path):
+    one, other = save(tmp_path / "one", 3), save(tmp_path / "other", 3)
+    assert content(one) == content(other)
+
+
+def test_latest_follows_each_save_and_best_only_the_best(tmp_path):
+    save(tmp_path, 1, best=True)
+    save(tmp_path, 2)
+    assert pointed(tmp_path, "latest.json") == 2
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 1, "val": 1 / 3}
+    save(tmp_path, 3, best=True)
+    assert pointed(tmp_path, "latest.json") == pointed(tmp_path, "best.json") == 3
+
+
+def test_the_newest_two_and_the_best_stay(tmp_path):
+    save(tmp_path, 9)
+    save(tmp_path, 10, best=True)
+    for step in (11, 100, 101):  # as words, "100" sorts before "11"
+        save(tmp_path, step)
+    assert folders(tmp_path) == {"step-10", "step-100", "step-101"}
+    save(tmp_path, 102, best=True)
+    assert folders(tmp_path) == {"step-101", "step-102"}
+
+
+def test_the_step_just_saved_stays_also_among_later_ones(tmp_path):
+    save(tmp_path, 50)
+    save(tmp_path, 60)
+    save(tmp_path, 10)  # a run resumed from an early checkpoint
+    assert pointed(tmp_path, "latest.json") == 10
+    assert_same(checkpoint.load(checkpoint.find(str(tmp_path)))[0], arrays(10))
+
+
+def test_an_existing_step_is_replaced(tmp_path):
+    save(tmp_path, 5, seed=1)
+    save(tmp_path, 5, seed=2)
+    assert_same(checkpoint.load(tmp_path / "step-5")[0], arrays(2))
+    assert {path.name for path in tmp_path.iterdir()} == {"step-5", "latest.json"}
+
+
+# ---- failures in the middle
+
+
+def fails_at_write(monkeypatch, call: int) -> None:
+    """The disk is full in the middle of the `call`-th file, counted from 0."""
+    calls, write = iter(range(1000)), checkpoint._write
+
+    def full(path: Path, content: bytes):
+        if next(calls) == call:
+            path.write_bytes(content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+
+
+WRITES = 7  # five files, latest.json, best.json
+
+
+def test_a_save_writes_this_many_files(tmp_path, monkeypatch):
+    fails_at_write(monkeypatch, WRITES)
+    save(tmp_path, 1, best=True)
+
+
+@pytest.mark.parametrize("call", range(WRITES))
+def test_after_a_failed_save_the_previous_checkpoints_load(tmp_path, monkeypatch, call):
+    save(tmp_path, 1, best=True)
+    save(tmp_path, 2)
+    with monkeypatch.context() as full_disk:
+        fails_at_write(full_disk, call)
+        with pytest.raises(OSError, match="No space"):
+            save(tmp_path, 3, best=True)
+    for step in (1, 2):
+        assert_same(checkpoint.load(tmp_path / f"step-{step}")[0], arrays(step))
+    latest = checkpoint.find(str(tmp_path))
+    assert_same(checkpoint.load(latest)[0], arrays(int(latest.name.removeprefix("step-"))))
+    assert pointed(tmp_path, "best.json") == 1
+    save(tmp_path, 3)
+    assert checkpoint.find(str(tmp_path)).name == "step-3"
+
+
+@pytest.mark.parametrize("call", range(WRITES))
+def test_a_failed_save_leaves_no_temporary(tmp_path, monkeypatch, call):
+    save(tmp_path, 1)
+    fails_at_write(monkeypatch, call)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path, 2, best=True)
+    assert {path.name for path in tmp_path.iterdir()} <= {"step-1", "step-2", "latest.json"}
+
+
+def test_a_failed_replacement_leaves_the_step_as_it_was(tmp_path, monkeypatch):
+    save(tmp_path, 1, seed=5)
+    fails_at_write(monkeypatch, 4)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path, 1, seed=6)
+    assert_same(checkpoint.load(tmp_path / "step-1")[0], arrays(5))
+
+
+def test_a_replacement_that_cannot_be_renamed_leaves_the_step_as_it_was(tmp_path, monkeypatch):
+    save(tmp_path, 1, seed=5)
+    rename = Path.rename
+
+    def no_rename_into_place(path: Path, target: Path):
+        if path.suffix == ".tmp":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", no_rename_into_place)
+        with pytest.raises(PermissionError):
+            save(tmp_path, 1, seed=6)
+    assert_same(checkpoint.load(tmp_path / "step-1")[0], arrays(5))
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_an_altered_byte_is_refused_and_its_file_named(tmp_path, name):
+    folder = save(tmp_path, 1)
+    size = (folder / name).stat().st_size
+    for _ in altered(folder / name, masks=[0x80], places=[0, 9, size // 2, size - 1]):
+        with pytest.raises(BadInput) as error:
+            checkpoint.load(folder)
+        assert str(folder / name) in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_truncated_file_is_refused_and_named(tmp_path, name):
+    folder = save(tmp_path, 1)
+    (folder / name).write_bytes((folder / name).read_bytes()[:-10])
+    with pytest.raises(BadInput) as error:
+        checkpoint.load(folder)
+    assert str(folder / name) in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_missing_file_is_refused_and_named(tmp_path, name):
+    folder = save(tmp_path, 1)
+    (folder / name).unlink()
+    with pytest.raises(BadInput) as error:
+        checkpoint.load(folder)
+    assert str(folder / name) in str(error.value)
+
+
+def test_a_manifest_with_any_byte_altered_is_refused_or_gives_the_same_arrays(tmp_path):
+    folder = save(tmp_path, 1)
+    for _ in altered(folder / "manifest.json", masks=[0x01]):
+        with suppress(BadInput):
+            assert_same(checkpoint.load(folder)[0], arrays(1))
+
+
+def test_a_pointer_with_any_bit_altered_is_refused(tmp_path):
+    save(tmp_path, 1)
+    for _ in altered(tmp_path / "latest.json", masks=[1 << bit for bit in range(8)]):
+        with pytest.raises(BadInput):
+            checkpoint.load(checkpoint.find(str(tmp_path)))
+
+
+@pytest.mark.parametrize("version", [0, 2, None])
+def test_another_format_version_is_refused(tmp_path, version):
+    folder = save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format_version": version}))
+    with pytest.raises(BadInput, match=f"version {version}.* reads 1"):
+        checkpoint.load(folder)
+
+
+# ---- finding
+
+
+def test_a_run_folder_means_its_latest_step(tmp_path):
+    save(tmp_path, 2)
+    save(tmp_path, 10)
+    assert checkpoint.find(str(tmp_path)) == tmp_path / "step-10"
+
+
+def test_a_step_folder_means_itself(tmp_path):
+    save(tmp_path, 2)
+    save(tmp_path, 10)
+    assert checkpoint.find(str(tmp_path / "step-2")) == tmp_path / "step-2"
+
+
+def test_auto_means_the_run_in_out(tmp_path):
+    save(tmp_path / "one", 1)
+    save(tmp_path / "other", 2)
+    assert checkpoint.find("auto", str(tmp_path / "one")) == tmp_path / "one" / "step-1"
+
+
+def test_auto_without_out_means_the_newest_run_with_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(["empty", "newest", "older"]):
+        run = Path("runs", name)
+        run.mkdir(parents=True)
+        if name != "empty":
+            save(run, 4 + age)
+        os.utime(run, (1e9 - age, 1e9 - age))
+    assert checkpoint.find("auto") == Path("runs", "newest", "step-5")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "out", "named"),
+    [("auto", None, "runs"), ("auto", "out", "out"), ("missing", None, "missing"), ("empty", None, "empty")],
+)
+def test_where_there_is_no_checkpoint_the_place_is_named(tmp_path, monkeypatch, wanted, out, named):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    with pytest.raises(BadInput, match="no checkpoint") as error:
+        checkpoint.find(wanted, out)
+    assert named in str(error.value)
+
+
+def test_a_pointer_to_a_step_that_is_gone_is_refused(tmp_path):
+    shutil.rmtree(save(tmp_path, 3))
+    with pytest.raises(BadInput, match="step-3"):
+        checkpoint.load(checkpoint.find(str(tmp_path)))
+
+
+# ---- removing a run
+
+
+def test_a_run_is_recognised_and_removed(tmp_path):
+    assert not checkpoint.holds_run(tmp_path)
+    save(tmp_path, 1, best=True)
+    assert checkpoint.holds_run(tmp_path)
+    (tmp_path / "log.csv").touch()
+    (tmp_path / "loss.png").touch()
+    (tmp_path / ".step-2.4711.tmp").mkdir()  # of a process that was killed
+    checkpoint.remove_run(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert not checkpoint.holds_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "step-1.txt", "mine/log.csv", "step-by-step/notes.txt"])
+def test_removing_a_run_leaves_foreign_files(tmp_path, name):
+    save(tmp_path, 1)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    checkpoint.remove_run(tmp_path)
+    assert content(tmp_path) == {name: b"mine"}
+
+
+# ---- Hugging Face
+
+
+def test_the_folder_opens_in_transformers_and_gives_our_logits(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from model.minigpt import MiniGPT
+
+    folder = save(tmp_path, 1)
+    ours = MiniGPT(CONFIG).eval()
+    ours.load_weights(arrays(1)["model"])
+    theirs, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 5, size=(3, 12)))
+    with torch.no_grad():
+        expected, got = ours(tokens), theirs(tokens).logits
+    assert not any(report.values())
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_weights_as_transformers_names_them_are_read(tmp_path):
+    folder = save(tmp_path, 1)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors = {f"transformer.{name}": array for name, array in tensors.items()}
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
+    for layer in range(CONFIG.n_layer):
+        tensors[f"transformer.h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, 12, 12), dtype=np.float32))
+        tensors[f"transformer.h.{layer}.attn.masked_bias"] = np.array(-1e4, dtype=np.float32)
+    replace_model(folder, safetensors.numpy.save(tensors))
+    assert_same(checkpoint.load(folder)[0], arrays(1))
+
+
+def test_a_model_file_that_is_no_safetensors_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    replace_model(folder, b"a pickle, say, whose hash is right")
+    with pytest.raises(BadInput, match="safetensors"):
+        checkpoint.load(folder)
+
+
+def replace_model(folder: Path, raw: bytes) -> None:
+    """Other model.safetensors, with its hash in the manifest."""
+    (folder / "model.safetensors").write_bytes(raw)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["sha256"]["model.safetensors"] = hashlib.sha256(raw).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))

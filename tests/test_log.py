@@ -1,0 +1,108 @@
+"""log.csv."""
+
+import math
+import re
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from run.log import Log, Row, read_log
+
+ROW = Row(
+    step=10,
+    loss=1 / 3,
+    val=2.5 + 2**-50,
+    val_error=0.1 + 0.2,
+    lr=1e-3 / 7,
+    grad_norm=5e-324,
+    scale=2.0**24,
+    skipped=3,
+    tokens=10**15,
+    tokens_per_second=12345.678901234567,
+    seconds=1e300,
+)
+UNVALIDATED = ROW._replace(val=None, val_error=None)
+
+
+def write(path, rows: list[Row], first_step: int = 0) -> bytes:
+    """What the file holds after these rows."""
+    with Log(path, first_step) as log:
+        for row in rows:
+            log.write(row)
+    return path.read_bytes()
+
+
+def rows(*steps: int) -> list[Row]:
+    """Rows with digits of their own, each second one validated."""
+    return [(ROW if step % 2 else UNVALIDATED)._replace(step=step, loss=1 / step, lr=1e-3 / step) for step in steps]
+
+
+def test_rows_come_back_with_all_digits_and_their_types(tmp_path):
+    write(tmp_path / "log.csv", [ROW, UNVALIDATED])
+    again = read_log(tmp_path / "log.csv")
+    assert again == [ROW, UNVALIDATED]
+    assert [type(value) for row in again for value in row] == [
+        type(value) for row in (ROW, UNVALIDATED) for value in row
+    ]
+
+
+@settings(deadline=None)
+@given(loss=st.floats(width=64), val=st.none() | st.floats())
+def test_any_number_comes_back(tmp_path_factory, loss, val):
+    path = tmp_path_factory.getbasetemp() / "any.csv"
+    write(path, [ROW._replace(loss=loss, val=val)])
+    (row,) = read_log(path)
+    for got, expected in ((row.loss, loss), (row.val, val)):
+        if expected is None or math.isnan(expected):
+            assert (got is None) == (expected is None)
+            assert got is None or math.isnan(got)
+        else:
+            assert struct.pack("d", got) == struct.pack("d", expected)
+
+
+def test_the_header_names_the_columns_of_a_row(tmp_path):
+    header = write(tmp_path / "log.csv", []).decode().strip()
+    assert header == "step,loss,val,val_error,lr,grad_norm,scale,skipped,tokens,tokens_per_second,seconds"
+
+
+def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    with Log(tmp_path / "log.csv") as log:
+        log.write(ROW)
+        assert read_log(tmp_path / "log.csv") == [ROW]
+
+
+def test_a_resumed_run_drops_the_rows_after_its_checkpoint_and_keeps_the_bytes_of_those_before(tmp_path):
+    path = tmp_path / "log.csv"
+    before = write(path, rows(1, 2, 3))
+    write(path, rows(1, 2, 3, 4, 5))
+    assert write(path, [], first_step=3) == before
+    assert write(path, rows(4, 6), first_step=3).startswith(before)
+    assert read_log(path) == rows(1, 2, 3, 4, 6)
+
+
+def test_a_new_run_starts_an_empty_log(tmp_path):
+    write(tmp_path / "log.csv", rows(1, 2))
+    write(tmp_path / "log.csv", rows(7))
+    assert read_log(tmp_path / "log.csv") == rows(7)
+
+
+def test_a_resumed_run_without_a_log_starts_one(tmp_path):
+    write(tmp_path / "log.csv", rows(4), first_step=3)
+    assert read_log(tmp_path / "log.csv") == rows(4)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_a_row_cut_off_by_a_full_disk_does_not_stop_a_resume(tmp_path, share):
+    path = tmp_path / "log.csv"
+    before = write(path, rows(1, 2, 3))
+    whole = write(path, rows(1, 2, 3, 4))
+    path.write_bytes(whole[: len(before) + int(share * (len(whole) - len(before)))])
+    assert write(path, [], first_step=3) == before
+
+
+def test_a_log_is_plain_csv(tmp_path):
+    lines = write(tmp_path / "log.csv", rows(1, 2)).decode().splitlines()
+    assert [len(line.split(",")) for line in lines] == [11, 11, 11]
+    assert re.fullmatch(r"2,0\.5,,,.*", lines[2])

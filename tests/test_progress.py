@@ -1,0 +1,123 @@
+"""What a person watches."""
+
+import io
+import sys
+
+import pytest
+
+from run.log import Row
+from run.progress import Progress, line, thousands
+
+ROW = Row(
+    step=50,
+    loss=2.31009,
+    val=None,
+    val_error=None,
+    lr=1e-3,
+    grad_norm=0.4967,
+    scale=32768.0,
+    skipped=2,
+    tokens=38400,
+    tokens_per_second=13100.0,
+    seconds=3.0,
+)
+LINE = "step 50 | loss 2.3101 | lr 1.0e-03 | grad 0.50 | scale 32768 | skipped 2 | 13.1k tok/s"
+VALIDATED = ROW._replace(val=2.34106, val_error=0.00402)
+VALIDATED_LINE = (
+    "step 50 | loss 2.3101 | val 2.3411 ± 0.0040 | lr 1.0e-03 | grad 0.50 | scale 32768 | skipped 2 | 13.1k tok/s"
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def terminal(monkeypatch) -> tuple[Terminal, Terminal]:
+    """stdout and stderr of a terminal."""
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    return out, err
+
+
+def test_a_line_without_validation():
+    assert line(ROW) == LINE
+
+
+def test_a_line_with_validation():
+    assert line(VALIDATED) == VALIDATED_LINE
+
+
+def test_the_scale_is_written_out():
+    assert "| scale 16777216 |" in line(ROW._replace(scale=2.0**24))
+    assert "| scale 0.5 |" in line(ROW._replace(scale=0.5))
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (0, "0"),
+        (999.4, "999"),
+        (1000, "1.0k"),
+        (13_100, "13.1k"),
+        (999_900, "999.9k"),
+        (1_000_000, "1.0M"),
+        (2_340_000, "2.3M"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_thousands(x, text):
+    assert thousands(x) == text
+
+
+def test_elsewhere_each_row_is_a_plain_line_and_nothing_else(capsys):
+    with Progress(0, 100) as progress:
+        for row in (ROW, VALIDATED):
+            progress.advance()
+            progress.show(row)
+    written = capsys.readouterr()
+    assert written.out == f"{LINE}\n{VALIDATED_LINE}\n"
+    assert written.err == ""
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_terminal_on_one_side_only_gets_plain_lines(monkeypatch, capsys, stream):
+    only = Terminal()
+    monkeypatch.setattr(sys, stream, only)
+    with Progress(0, 100) as progress:
+        progress.show(ROW)
+    written = capsys.readouterr()
+    assert only.getvalue() + written.out + written.err == LINE + "\n"
+
+
+def test_on_a_terminal_there_is_a_bar_with_the_numbers_beside_it(monkeypatch):
+    out, err = terminal(monkeypatch)
+    with Progress(10, 40) as progress:
+        for _ in range(10):
+            progress.advance()
+        progress.show(ROW)
+        shown = err.getvalue().split("\r")[-1]
+    assert out.getvalue() == ""
+    assert shown.startswith("20/40 ")
+    assert "#####" in shown or "█████" in shown
+    numbers = LINE.removeprefix("step 50 | ")
+    assert shown.endswith((f" left | {numbers}", f" left, {numbers}"))
+
+
+def test_on_a_terminal_a_validation_is_a_line_and_stays_beside_the_bar(monkeypatch):
+    out, err = terminal(monkeypatch)
+    with Progress(0, 100) as progress:
+        progress.show(VALIDATED)
+        progress.show(ROW._replace(loss=1.5))
+        shown = err.getvalue().split("\r")[-1]
+    assert out.getvalue() == VALIDATED_LINE + "\n"
+    assert "loss 1.5000 | val 2.3411 ± 0.0040 |" in shown
+
+
+def test_a_resumed_run_begins_its_bar_where_it_begins(monkeypatch):
+    _, err = terminal(monkeypatch)
+    with Progress(30, 40):
+        pass
+    assert "30/40" in err.getvalue()

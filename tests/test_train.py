@@ -1,0 +1,211 @@
+"""The training loop, from the command line to the checkpoint, on a text and a model that take a second."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train
+from run import checkpoint
+from run.log import Row, read_log
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = "--device cpu --n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 8"
+TINY += " --log-every 1 --eval-every 0 --warmup 5"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("".join(f"{n} times {n + 1} is {n * (n + 1)}.\n" for n in range(300)))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path, corpus):
+    """run("name", "--flag …") trains into tmp_path/name and returns (folder, rows)."""
+
+    def run_(name: str, flags: str = "", status: int = 0) -> tuple[Path, list[Row]]:
+        argv = [*TINY.split(), "--corpus", str(corpus), "--out", str(tmp_path / name), *flags.split()]
+        assert train.main(argv) == status
+        return tmp_path / name, read_log(tmp_path / name / "log.csv")
+
+    return run_
+
+
+def numbers(rows: list[Row]) -> list[str]:
+    """Rows in full digits, without what depends on time; as text, since NaN equals itself there."""
+    return [str(row._replace(tokens_per_second=0, seconds=0)) for row in rows]
+
+
+def test_a_run_shows_and_leaves_all_that_the_readme_promises(run, capsys):
+    out, rows = run("run", "--steps 40 --lr 1e-2 --eval-every 20 --log-every 10")
+    shown = capsys.readouterr().out
+    for start in (
+        "model   ",
+        "device  cpu",
+        "dtype   bf16: ",
+        "scaling dynamic",
+        "data ",
+        "run     steps 1 to 40",
+        "sample\n",
+    ):
+        assert start in shown
+    number = r"\d+\.\d{4}"
+    line = (
+        rf"step 20 \| loss {number} \| val {number} ± {number} \| lr \d\.\de-\d\d \| grad \d+\.\d\d \| scale 32768 "
+        r"\| skipped 0 \| [\d.]+[kM]? tok/s"
+    )
+    assert re.search(f"^{line}$", shown, re.MULTILINE)
+    assert f"--resume {out} --steps 80" in shown
+    assert sorted(p.name for p in out.iterdir()) == [
+        "best.json",
+        "latest.json",
+        "log.csv",
+        "loss.png",
+        "step-20",
+        "step-40",
+    ]
+    assert [row.step for row in rows] == [1, 10, 20, 30, 40]
+    assert rows[-1].tokens == 40 * 8 * 16
+    assert rows[-1].val < rows[0].loss - 0.5
+
+
+@pytest.mark.parametrize("flags", ["--dtype fp32", "--dtype bf16 --emulation on", "--dtype fp16 --emulation on"])
+def test_the_loss_falls_in_every_precision(run, flags):
+    _, rows = run("run", f"--steps 60 --lr 1e-2 {flags}")
+    assert rows[-1].val < rows[0].loss - 1
+
+
+def test_the_clip_works_on_unscaled_gradients(run):
+    """A power of two as scale moves only exponents, so every number must be what it is without scaling."""
+    _, scaled = run("scaled", "--dtype fp32 --steps 4 --clip 0.05 --loss-scaling on --init-scale 16384")
+    _, plain = run("plain", "--dtype fp32 --steps 4 --clip 0.05 --loss-scaling off")
+    assert [row.scale for row in scaled] == [16384] * 4
+    assert numbers([row._replace(scale=1.0) for row in scaled]) == numbers(plain)
+    assert min(row.grad_norm for row in plain) > 0.05  # so that the clip had work to do
+
+
+def test_a_clip_before_the_unscale_would_be_noticed(tmp_path, corpus):
+    """The same two runs by a copy of train.py in which the two lines have changed places must differ."""
+    lines = (ROOT / "train.py").read_text(encoding="utf-8").splitlines()
+    at = next(i for i, line in enumerate(lines) if "scaler.unscale_(optimizer)" in line)
+    assert "clip_grad_norm_" in lines[at + 1]
+    lines[at], lines[at + 1] = lines[at + 1], lines[at]
+    (tmp_path / "train_clipping_first.py").write_text("\n".join(lines), encoding="utf-8")
+    losses = []
+    for name, scaling in (("scaled", "on --init-scale 16384"), ("plain", "off")):
+        flags = f"{TINY} --dtype fp32 --steps 4 --clip 0.05 --loss-scaling {scaling} --corpus {corpus}"
+        flags += f" --out {tmp_path / name}"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, tmp_path / "train_clipping_first.py", *flags.split()]
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        losses.append([row.loss for row in read_log(tmp_path / name / "log.csv")])
+    assert losses[0] != losses[1]
+
+
+def test_accumulation_sees_the_same_rows(run):
+    _, whole = run("whole", "--dtype fp32 --steps 5 --batch-size 8")
+    _, parts = run("parts", "--dtype fp32 --steps 5 --batch-size 2 --accumulation 4")
+    # fp32 sums in another order: 1e-6 a step, a few steps through AdamW's division
+    assert np.allclose([row.loss for row in whole], [row.loss for row in parts], rtol=1e-5)
+    assert np.allclose([row.grad_norm for row in whole], [row.grad_norm for row in parts], rtol=1e-4)
+
+
+def test_validation_does_not_touch_training(run):
+    _, often = run("often", "--steps 6 --dropout 0.1 --eval-every 1")
+    _, never = run("never", "--steps 6 --dropout 0.1")
+    assert [row.loss for row in often] == [row.loss for row in never]
+    assert often[-1].val == never[-1].val
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(run, tmp_path):
+    flags = "--steps 12 --dtype fp16 --emulation on --dropout 0.1 --accumulation 2"
+    flags += " --init-scale 16777216 --growth-interval 2"  # backs off and grows on the way
+    whole, rows = run("whole", flags)
+    assert 0 < rows[-1].skipped < 12
+    stopped, _ = run("parts", f"{flags} --save-every 6")
+    for path in stopped.glob("step-12"):
+        path.rename(tmp_path / "away")
+    (stopped / "latest.json").write_text(json.dumps({"step": 6}))
+    assert train.main(["--resume", str(stopped), "--device", "cpu"]) == 0
+    assert numbers(read_log(stopped / "log.csv")) == numbers(rows)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (stopped / "step-12" / file).read_bytes() == (whole / "step-12" / file).read_bytes(), file
+    assert (
+        checkpoint.read_manifest(stopped / "step-12")["scaler"] == checkpoint.read_manifest(whole / "step-12")["scaler"]
+    )
+
+
+def test_resume_refuses_another_architecture_another_text_and_a_finished_run(run, tmp_path, capsys):
+    out, _ = run("run", "--steps 2")
+    other = tmp_path / "other.txt"
+    other.write_text((tmp_path / "run" / "log.csv").read_text() * 20)
+    for flags, message in (
+        ("--n-layer 3", "--n-layer 3: the checkpoint in"),
+        (f"--steps 4 --corpus {other}", "trained on another text"),
+        ("", "all 2 steps are done"),
+    ):
+        assert train.main(["--resume", str(out), *flags.split()]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16 --emulation on", "fp16 --emulation on"])
+def test_a_diverged_run_ends_with_1_and_names_a_parameter(run, capsys, dtype):
+    out, rows = run("run", f"--dtype {dtype} --steps 20 --lr 1e38 --clip 0 --max-skips 3 --eval-every 2", status=1)
+    error = capsys.readouterr().err
+    assert re.search(r"stopped: 4 steps in a row had an inf or NaN gradient, the last in (wte|wpe|h\.\d)", error)
+    assert rows[-1].skipped == 3  # logged until the one that was too many
+    assert not (out / "best.json").exists()  # NaN weights are never the best
+
+
+def test_out_is_kept_unless_overwritten_and_foreign_files_stay(run, capsys):
+    out, _ = run("run", "--steps 2")
+    (out / "notes.txt").write_text("mine")
+    assert train.main(["--out", str(out)]) == 2
+    assert "holds a run" in capsys.readouterr().err
+    run("run", "--steps 3 --overwrite")
+    assert (out / "notes.txt").read_text() == "mine"
+    assert not (out / "step-2").exists()
+
+
+def test_runs_without_out_never_collide(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert train.main([*TINY.split(), "--steps", "1", "--corpus", str(corpus)]) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+    assert train.main(["--resume", "auto", "--steps", "2"]) == 0
+
+
+def test_text_too_short_names_what_it_has_and_needs(tmp_path, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text("abcdefgh")
+    assert train.main([*TINY.split(), "--corpus", str(short), "--out", str(tmp_path / "run")]) == 2
+    assert "text too short: 8 tokens, a block of 16 needs 19" in capsys.readouterr().err
+    short.write_text("abcdefgh" * 2 + "abc")
+    assert train.main([*TINY.split(), "--steps", "2", "--corpus", str(short), "--out", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.slow
+def test_a_compiled_run_computes_the_same(run):
+    _, compiled = run("compiled", "--dtype fp32 --steps 3 --compile")
+    _, eager = run("eager", "--dtype fp32 --steps 3")
+    assert np.allclose([row.loss for row in compiled], [row.loss for row in eager], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_gpu_check_runs_from_end_to_end_on_a_cpu(tmp_path):
+    command = f"-m benchmarks.gpu_check --device cpu --preset cpu --steps 3 --skip-tests --results {tmp_path}"
+    output = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    (file,) = tmp_path.glob("*.json")
+    result = json.loads(file.read_text())
+    assert result == json.loads(output.splitlines()[-1])
+    assert [row["case"] for row in result["rows"]] == ["train/cpu/bf16", "train/cpu/fp16"]
+    assert all(row["val"] < row["first_loss"] for row in result["rows"])
