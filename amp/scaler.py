@@ -13,6 +13,7 @@ good steps doubles it. Per iteration an optimizer goes READY -> UNSCALED -> STEP
 API and decisions are torch.amp.GradScaler's, errors included. Sources: Micikevicius et al. 2018, section 3.2; PyTorch.
 """
 
+import math
 import sys
 from collections.abc import Iterable
 
@@ -58,17 +59,18 @@ class DynamicLossScaler:
         max_scale: float | None = None,
         max_consecutive_skips: int | None = None,
     ):
-        if not growth_factor > 1.0:
+        if enabled and not growth_factor > 1.0:
             raise AssertionError(f"The growth factor must be > 1.0, got {growth_factor}.")
-        if not backoff_factor < 1.0:
+        if enabled and not backoff_factor < 1.0:
             raise AssertionError(f"The backoff factor must be < 1.0, got {backoff_factor}.")
-        if min_scale is not None and max_scale is not None and min_scale > max_scale:
-            raise ValueError(f"min_scale {min_scale} is above max_scale {max_scale}")
+        lowest, highest = 0.0 if min_scale is None else _fp32(min_scale), 0.0 if max_scale is None else _fp32(max_scale)
+        if not (0.0 <= lowest < math.inf and 0.0 <= highest < math.inf) or (max_scale is not None and lowest > highest):
+            raise ValueError(f"min_scale {min_scale} and max_scale {max_scale} must be finite, not negative, in order")
         self._enabled = enabled
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval, self._growth_tracker = growth_interval, 0
         self.min_scale, self.max_scale, self.max_consecutive_skips = min_scale, max_scale, max_consecutive_skips
-        self._scale = self._bounded(init_scale)
+        self._scale = self._bounded(init_scale) if enabled else 1.0
         self._stages: dict[int, str] = {}  # id(optimizer) -> UNSCALED or STEPPED; absent: READY
         self._overflows: dict[int, bool | None] = {}  # id(optimizer) -> found inf or NaN? None: no gradients
         self.last_step_skipped, self.skipped_steps, self.consecutive_skips = False, 0, 0
@@ -77,7 +79,7 @@ class DynamicLossScaler:
     def _bounded(self, scale: float) -> float:
         """An fp32 value within [min_scale, max_scale]; ValueError where that is no finite number >= 0."""
         scale = _fp32(scale)
-        if not 0.0 <= scale < float("inf"):
+        if not 0.0 <= scale < math.inf:
             raise ValueError(f"the loss scale must be a finite number in fp32 and not negative, got {scale}")
         if self.min_scale is not None:
             scale = max(scale, _fp32(self.min_scale))
@@ -115,7 +117,7 @@ class DynamicLossScaler:
         if stage == STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         # The reciprocal is taken in fp64 and rounded once; only PyTorch's rule (min_scale=None) lets the scale reach 0.
-        inverse = _fp32(1.0 / self._scale) if self._scale else float("inf")
+        inverse = _fp32(1.0 / self._scale) if self._scale else math.inf
         gradients = list(_gradients(optimizer))
         if any(str(grad.dtype).removeprefix("torch.") == "float16" for _, grad in gradients):
             raise ValueError(
@@ -160,24 +162,26 @@ class DynamicLossScaler:
         """
         if not self._enabled:
             return
+        overflows = [found for found in self._overflows.values() if found is not None]
         if new_scale is not None:
+            if _is_torch(new_scale) and (new_scale.numel() != 1 or new_scale.requires_grad):
+                raise AssertionError("new_scale must be a float or a tensor of one element that needs no gradient.")
             self._scale = self._bounded(float(new_scale))
+        elif not overflows:
+            raise AssertionError("No inf checks were recorded prior to update: call step() or unscale_() first.")
+        elif any(overflows):
+            self._scale = self._bounded(self._scale * self._backoff_factor)
+            self._growth_tracker, self.consecutive_skips = 0, self.consecutive_skips + 1
         else:
-            overflows = [found for found in self._overflows.values() if found is not None]
-            if not overflows:
-                raise AssertionError("No inf checks were recorded prior to update: call step() or unscale_() first.")
-            if any(overflows):
-                self._scale = self._bounded(self._scale * self._backoff_factor)
-                self._growth_tracker, self.consecutive_skips = 0, self.consecutive_skips + 1
-            else:
-                self._growth_tracker, self.consecutive_skips = self._growth_tracker + 1, 0
-                if self._growth_tracker == self._growth_interval:
-                    grown = _fp32(self._scale * self._growth_factor)
-                    self._scale = self._bounded(grown) if grown < float("inf") else self._scale
-                    self._growth_tracker = 0
+            self._growth_tracker, self.consecutive_skips = self._growth_tracker + 1, 0
+            if self._growth_tracker == self._growth_interval:
+                grown = _fp32(self._scale * self._growth_factor)
+                self._scale = self._bounded(grown) if grown < math.inf else self._scale
+                self._growth_tracker = 0
         self._stages.clear()
         self._overflows.clear()
-        if self.max_consecutive_skips is not None and self.consecutive_skips > self.max_consecutive_skips:
+        limit = self.max_consecutive_skips
+        if new_scale is None and limit is not None and self.consecutive_skips > limit:
             raise TooManySkips(
                 f"{self.consecutive_skips} steps in a row had an inf or NaN gradient, the last in "
                 f"{self.overflowed_parameter}; the loss scale is down to {self._scale:g}: lower the learning rate"
@@ -186,7 +190,7 @@ class DynamicLossScaler:
     # ---- settings and state
 
     def get_scale(self) -> float:
-        return self._scale if self._enabled else 1.0
+        return self._scale
 
     def get_growth_factor(self) -> float:
         return self._growth_factor
@@ -221,15 +225,15 @@ class DynamicLossScaler:
             "_growth_tracker": self._growth_tracker,
         }
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state_dict: dict) -> None:
         """Restores `state_dict()`, ours or GradScaler's. RuntimeError where it is empty, from a disabled scaler."""
         if not self._enabled:
             return
-        if not state:
+        if not state_dict:
             raise RuntimeError("The source state dict is empty, possibly because it was saved from a disabled scaler.")
-        self._scale = self._bounded(state["scale"])
-        self._growth_factor, self._backoff_factor = state["growth_factor"], state["backoff_factor"]
-        self._growth_interval, self._growth_tracker = state["growth_interval"], state["_growth_tracker"]
+        self._scale = self._bounded(state_dict["scale"])
+        self._growth_factor, self._backoff_factor = state_dict["growth_factor"], state_dict["backoff_factor"]
+        self._growth_interval, self._growth_tracker = state_dict["growth_interval"], state_dict["_growth_tracker"]
 
     def __getstate__(self) -> dict:
         if self._stages:  # ids of optimizers mean nothing in another process
