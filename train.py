@@ -1,6 +1,7 @@
 """Trains a GPT in mixed precision: one flat loop for every backend. `python train.py --help` lists the settings."""
 
 import math
+import os
 import platform
 import shlex
 import sys
@@ -56,7 +57,7 @@ def train(request: flags.Request) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tokens_per_step = settings.accumulation * settings.batch_size * settings.block_size
     with Log(out / "log.csv", first_step) as log, Progress(first_step, settings.steps) as progress:
-        seconds, started = 0.0, time.perf_counter()  # of training alone, without validation, logging and saving
+        seconds, started, last_row_at = 0.0, time.perf_counter(), first_step
         for step in range(first_step, settings.steps):
             lr = learning_rate(step, settings.steps, settings.lr, settings.min_lr, settings.warmup)
             for group in optimizer.param_groups:
@@ -81,7 +82,8 @@ def train(request: flags.Request) -> None:
             if not (validate or save or first or is_due(settings.log_every, done)):
                 continue
             mean = sum(loss.item() for loss in losses) / settings.accumulation
-            seconds += time.perf_counter() - started
+            elapsed = time.perf_counter() - started  # of training alone, without validation, logging and saving
+            seconds += elapsed
             val, val_error, is_best = None, None, False
             if validate:
                 val, val_error = mean_loss(backend.evaluate, batches.windows("val", EVALUATION_ROWS))
@@ -97,7 +99,7 @@ def train(request: flags.Request) -> None:
                 scale=scaler.get_scale(),
                 skipped=scaler.skipped_steps,
                 tokens=done * tokens_per_step,
-                tokens_per_second=(done - first_step) * tokens_per_step / seconds,
+                tokens_per_second=(done - last_row_at) * tokens_per_step / elapsed,
                 seconds=seconds,
             )
             log.write(row)
@@ -105,14 +107,15 @@ def train(request: flags.Request) -> None:
             if save or is_best:
                 state = manifest_of(request, config, corpus, tokenizer, scaler, best_val)
                 checkpoint.save(out, done, backend.state(), asdict(config), tokenizer.describe(), state, is_best)
-            started = time.perf_counter()
+            started, last_row_at = time.perf_counter(), done
 
     plot(
         read_log(out / "log.csv"),
         out / "loss.png",
         f"{corpus.name}, {parameter_count(config):,} parameters, {hardware.dtype}",
     )
-    print_end(config, hardware, backend, tokenizer, row, out)
+    speed = (settings.steps - first_step) * tokens_per_step / seconds
+    print_end(config, hardware, backend, tokenizer, row, speed, out)
 
 
 def is_due(every: int, done: int) -> bool:
@@ -209,21 +212,18 @@ def print_header(settings, hardware, config: GPTConfig, corpus, batches: Batches
     )
 
 
-def print_end(config: GPTConfig, hardware, backend, tokenizer, row: Row, out: Path) -> None:
+def print_end(config: GPTConfig, hardware, backend, tokenizer, row: Row, speed: float, out: Path) -> None:
     peak = peak_flops(hardware.device_name, hardware.dtype)
-    mfu = (
-        f"{row.tokens_per_second * flops_per_token(config) / peak:.1%}"
-        if peak
-        else "n/a (peak of this device not known)"
-    )
-    print(f"done    val {row.val:.4f} ± {row.val_error:.4f} | {thousands(row.tokens_per_second)} tok/s | MFU {mfu}")
+    mfu = f"{speed * flops_per_token(config) / peak:.1%}" if peak else "n/a (peak of this device not known)"
+    print(f"done    val {row.val:.4f} ± {row.val_error:.4f} | {thousands(speed)} tok/s | MFU {mfu}")
     start = tokenizer.encode("\n") if "\n" in tokenizer.characters else np.zeros(1, dtype=np.int64)
     print(
         "sample\n" + tokenizer.decode(generate(backend.logits, start, config.block_size, SAMPLE_TOKENS)).strip() + "\n"
     )
-    folder = shlex.quote(str(out))
+    python = os.path.relpath(sys.executable)
+    python = "python" if python.startswith("..") else python
     print(f"picture {out / 'loss.png'}\nlog     {out / 'log.csv'}\ncheckpoint {out / f'step-{row.step}'}")
-    print(f"go on   python train.py --resume {folder} --steps {2 * row.step}")
+    print(f"go on   {python} train.py --resume {shlex.quote(str(out))} --steps {2 * row.step}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from amp import policy
+from amp.formats import FORMATS
 
 LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,14 +73,15 @@ class _Emulation(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").removeprefix("linalg_")
         dtype = LOW_DTYPES.get(policy.compute_dtype())  # None in a nested block with enabled=False
         if dtype is None or (name not in PRODUCTS and name not in UNKNOWN_PRODUCTS):
             return func(*args, **kwargs)
-        if name in UNKNOWN_PRODUCTS or kwargs.get("out") is not None:
+        out = " with out=" if kwargs.get("out") is not None else ""
+        if name in UNKNOWN_PRODUCTS or out:
             raise NotImplementedError(
-                f"emulated {policy.compute_dtype()} does not know the matrix product torch.{name}"
-                f"{' with out=' if 'out' in kwargs else ''}: use linear, matmul or scaled_dot_product_attention"
+                f"emulated {policy.compute_dtype()} does not know the matrix product torch.{name}{out}: "
+                "use linear, matmul or scaled_dot_product_attention"
             )
         args = [_rounded(a, dtype) for a in args]
         kwargs = {key: _rounded(value, dtype) for key, value in kwargs.items()}
@@ -93,6 +95,8 @@ def autocast(device_type: str, dtype: str, emulated: bool = False, enabled: bool
     device_type: "cpu", "cuda", "mps". dtype: "fp32", "bf16", "fp16". Blocks nest; enabled=False inside one is
     plain fp32. Whatever was active before is restored, also after an exception.
     """
+    if dtype not in FORMATS:
+        raise ValueError(f"unknown compute dtype {dtype!r}: use one of {', '.join(FORMATS)}")
     low = enabled and dtype != "fp32"
     with policy.computing(dtype if low else "fp32"):
         if low and emulated:

@@ -7,6 +7,7 @@ import argparse
 import json
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,9 +38,10 @@ def train(hardware: backends.Hardware, dtype: str, steps: int, more_flags: list[
             return case | {"failed": status}
         rows, manifest = read_log(Path(out) / "log.csv"), read_manifest(find(out))
     peak = peak_flops(hardware.device_name, dtype)
-    flops = rows[-1].tokens_per_second * flops_per_token(GPTConfig(**manifest["config"]))
+    speed = statistics.median(row.tokens_per_second for row in rows)
+    flops = speed * flops_per_token(GPTConfig(**manifest["config"]))
     return case | {
-        "ours": rows[-1].tokens_per_second,
+        "ours": speed,
         "unit": "tok/s",
         "mfu": flops / peak if peak else None,
         "first_loss": rows[0].loss,

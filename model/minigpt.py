@@ -80,7 +80,8 @@ class MiniGPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.h:
             x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight).float()  # (B, T, V), the head is tied to the embedding
+        logits = F.linear(self.ln_f(x), self.wte.weight)  # (B, T, V), the head is tied to the embedding
+        logits = logits.to(x.dtype)  # out of the low dtype: softmax and cross-entropy are fp32
         if targets is None:
             return logits
         return F.cross_entropy(logits.view(B * T, -1), targets.reshape(B * T), reduction="none").view(B, T).mean(1)

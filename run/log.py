@@ -17,7 +17,7 @@ class Row(NamedTuple):
     scale: float
     skipped: int  # steps skipped since the start
     tokens: int
-    tokens_per_second: float
+    tokens_per_second: float  # since the row before
     seconds: float  # of training since this process started, without validation and saving
 
 

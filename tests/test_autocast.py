@@ -1,0 +1,625 @@
+"""Emulated bf16 and fp16 against torch's own; torch.autocast and the emulation against the table."""
+
+import contextlib
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from amp import policy
+from amp.autocast import LOW_DTYPES, autocast, native_units
+from model import minigpt
+from model.backend import Hardware
+from model.config import GPTConfig, initial_weights
+from model.minigpt import MiniGPT
+from settings import Settings
+
+LOW = ("bf16", "fp16")
+CONFIG = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16)
+
+low = pytest.mark.parametrize("dtype", LOW)
+both_ways = pytest.mark.parametrize("emulated", [False, True], ids=["native", "emulated"])
+
+
+def emulation(dtype: str, **options):
+    return autocast("cpu", dtype, emulated=True, **options)
+
+
+def normal(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def tiny_gpt(seed: int = 0) -> MiniGPT:
+    """Weights ten times as large as at the start of training, so that logits differ and attention attends."""
+    gpt = MiniGPT(CONFIG)
+    gpt.load_weights({name: w * 10 if w.ndim == 2 else w for name, w in initial_weights(CONFIG, seed).items()})
+    return gpt
+
+
+def tiny_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def is_representable(x: torch.Tensor, dtype: str) -> bool:
+    return torch.equal(x.to(LOW_DTYPES[dtype]).to(x.dtype), x)
+
+
+# ---- matrix products, one at a time, against torch's own
+
+PRODUCTS = {
+    "linear": (F.linear, [(6, 16), (5, 16), (5,)]),
+    "linear without bias": (F.linear, [(6, 16), (5, 16)]),
+    "linear of a batch": (F.linear, [(2, 3, 16), (5, 16), (5,)]),
+    "torch.matmul": (torch.matmul, [(2, 3, 16), (2, 16, 5)]),
+    "torch.matmul, broadcast": (torch.matmul, [(2, 3, 16), (16, 5)]),
+    "@": (lambda x, y: x @ y, [(6, 16), (16, 5)]),
+    "Tensor.matmul": (torch.Tensor.matmul, [(6, 16), (16, 5)]),
+    "torch.mm": (torch.mm, [(6, 16), (16, 5)]),
+    "Tensor.mm": (torch.Tensor.mm, [(6, 16), (16, 5)]),
+    "torch.bmm": (torch.bmm, [(2, 6, 16), (2, 16, 5)]),
+    "torch.mv": (torch.mv, [(6, 16), (16,)]),
+    "torch.dot": (torch.dot, [(16,), (16,)]),
+    "torch.addmm": (torch.addmm, [(6, 5), (6, 16), (16, 5)]),
+    "torch.addmm, row": (torch.addmm, [(5,), (6, 16), (16, 5)]),
+    "torch.addmv": (torch.addmv, [(6,), (6, 16), (16,)]),
+    "torch.baddbmm": (torch.baddbmm, [(2, 6, 5), (2, 6, 16), (2, 16, 5)]),
+    # Not addbmm: torch's own rounds the sum after every product of the batch, the emulation once.
+}
+
+
+def forward_backward(function, operands, upstream, block=None) -> dict[str, torch.Tensor]:
+    """The result, and the gradient of each operand for the gradient `upstream` of the result."""
+    leaves = [x.detach().clone().requires_grad_() for x in operands]
+    with block or contextlib.nullcontext():
+        result = function(*leaves)
+    result.backward(upstream.to(result.dtype))
+    return {"result": result.detach()} | {f"gradient of operand {n}": x.grad for n, x in enumerate(leaves)}
+
+
+def compare_with_torch(function, shapes, dtype: str, seed: int):
+    """What the emulation and torch's own low-precision operation give for the same normal operands."""
+    *operands, upstream = normal(*shapes, function(*normal(*shapes)).shape, seed=seed)
+    ours = forward_backward(function, operands, upstream, emulation(dtype))
+    theirs = forward_backward(function, [x.to(LOW_DTYPES[dtype]) for x in operands], upstream)
+    return ours, theirs
+
+
+def units_apart(ours: torch.Tensor, theirs: torch.Tensor, dtype: str) -> float:
+    """The largest difference in units in the last place of the larger of the two.
+
+    Where a sum cancels to less than 2^-8 of the tensor's largest value, it is measured as if it were that large: below
+    that, fp32's own rounding of the summands exceeds a unit of fp16, and the order of summation decides.
+    """
+    ours, theirs = ours.double(), theirs.double()
+    size = torch.maximum(ours.abs(), theirs.abs())
+    exponent = size.clamp(min=size.max().item() * 2**-8).log2().floor()
+    return ((ours - theirs).abs() / exponent.exp2() / torch.finfo(LOW_DTYPES[dtype]).eps).max().item()
+
+
+@low
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_and_its_gradients_are_within_one_unit_of_torch(name, dtype):
+    # Both round the same operands and add up in fp32, in any order. So the two sums differ by much less than a unit of
+    # the low dtype, and can only fall on different sides of a midpoint: one unit, rarely.
+    for seed in range(20):
+        ours, theirs = compare_with_torch(*PRODUCTS[name], dtype, seed)
+        for what, tensor in ours.items():
+            assert units_apart(tensor, theirs[what], dtype) <= 1, f"{name}, {what}, seed {seed}"
+
+
+@low
+@pytest.mark.parametrize("name", [*PRODUCTS, "torch.addbmm"])
+def test_a_product_and_its_gradients_are_fp32_tensors_with_low_values(name, dtype):
+    function, shapes = PRODUCTS.get(name) or (torch.addbmm, [(6, 5), (2, 6, 16), (2, 16, 5)])
+    *operands, upstream = normal(*shapes, function(*normal(*shapes)).shape)
+    for what, tensor in forward_backward(function, operands, upstream, emulation(dtype)).items():
+        assert tensor.dtype == torch.float32, what
+        assert is_representable(tensor, dtype), what
+
+
+@low
+def test_operands_by_keyword_are_rounded_too(dtype):
+    x, weight, bias = normal((6, 16), (5, 16), (5,))
+    with emulation(dtype):
+        assert torch.equal(F.linear(input=x, weight=weight, bias=bias), F.linear(x, weight, bias))
+
+
+@low
+def test_a_bias_is_rounded_before_it_is_added(dtype):
+    unit = torch.finfo(LOW_DTYPES[dtype]).eps
+    bias = torch.tensor([1 + 0.375 * unit])  # alone it rounds to 1; with 0.25 more units it would round to 1 + unit
+    with emulation(dtype):
+        assert F.linear(torch.ones(1, 1), torch.tensor([[0.25 * unit]]), bias).item() == 1
+
+
+@low
+def test_fp64_operands_pass_as_under_torch_autocast(dtype):
+    x, y = (t.double() for t in normal((6, 16), (16, 5)))
+    with emulation(dtype):
+        assert torch.equal(x @ y, torch.mm(x, y))
+        assert (x @ y).dtype == torch.float64
+    assert not is_representable(x @ y, dtype)
+
+
+# ---- attention
+
+
+@low
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_s_error_is_at_most_twice_that_of_torch(seed, dtype):
+    # Not one unit: torch's own rounds the softmax between the two products as well. Errors are against fp64.
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    *operands, upstream = normal(*[(2, 2, 16, 8)] * 4, seed=seed)
+    exact = forward_backward(attention, [x.double() for x in operands], upstream.double())
+    ours = forward_backward(attention, operands, upstream, emulation(dtype))
+    theirs = forward_backward(attention, [x.to(LOW_DTYPES[dtype]) for x in operands], upstream)
+    for what, reference in exact.items():
+        our_error, their_error = ((x[what].double() - reference).norm().item() for x in (ours, theirs))
+        assert 0 < our_error <= 2 * their_error, f"{what}: {our_error} against {their_error}"
+        assert is_representable(ours[what], dtype), what
+
+
+@low
+def test_a_float_attention_mask_is_an_operand(dtype):
+    q, k, v, mask = normal((1, 1, 8, 8), (1, 1, 8, 8), (1, 1, 8, 8), (8, 8))
+    rounded = mask.to(LOW_DTYPES[dtype]).float()
+    with emulation(dtype):
+        ours = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        assert torch.equal(ours, F.scaled_dot_product_attention(q, k, v, attn_mask=rounded))
+
+
+# ---- the range of fp16
+
+
+def product_and_gradient(x: float, weight: float, upstream: float = 1.0, terms: int = 1) -> tuple[float, float]:
+    """The sum of `terms` products under emulated fp16, and the gradient of the first x."""
+    leaf = torch.full((1, terms), float(x), requires_grad=True)
+    with emulation("fp16"):
+        y = F.linear(leaf, torch.full((1, terms), float(weight)))
+    y.backward(torch.full((1, 1), float(upstream)))
+    return y.item(), leaf.grad[0, 0].item()
+
+
+def test_fp16_results_overflow_above_65504():
+    assert product_and_gradient(32752, 1, terms=2)[0] == 65504
+    assert product_and_gradient(256, 256)[0] == math.inf
+    assert product_and_gradient(-256, 256)[0] == -math.inf
+
+
+def test_fp16_operands_overflow_above_65504():
+    assert product_and_gradient(65519, 2**-4)[0] == 4094
+    assert product_and_gradient(65520, 2**-4)[0] == math.inf
+
+
+def test_fp16_sums_go_beyond_65504_inside_a_product():
+    # The sum is kept in fp32: 65504 + 65504 - 65504 - 65504 + ... ends where it began.
+    x = torch.tensor([[65504.0, 65504.0, -65504.0, -65504.0, 1.0]])
+    with emulation("fp16"):
+        assert F.linear(x, torch.ones(1, 5)).item() == 1
+
+
+def test_fp16_results_underflow_to_0():
+    assert product_and_gradient(2**-12, 2**-12)[0] == 2**-24
+    assert product_and_gradient(2**-12, 2**-13)[0] == 0
+
+
+def test_fp16_operands_underflow_to_0():
+    assert product_and_gradient(2**-24, 1024)[0] == 2**-14
+    assert product_and_gradient(2**-25, 1024)[0] == 0
+
+
+def test_fp16_gradients_overflow_above_65504():
+    assert product_and_gradient(1, 1, upstream=65504)[1] == 65504
+    assert product_and_gradient(1, 1, upstream=65520)[1] == math.inf
+    assert product_and_gradient(1, 256, upstream=256)[1] == math.inf
+
+
+def test_fp16_gradients_underflow_to_0_and_a_loss_scale_saves_them():
+    assert product_and_gradient(1, 1, upstream=2**-25)[1] == 0
+    assert product_and_gradient(1, 2**-13, upstream=2**-12)[1] == 0
+    assert product_and_gradient(1, 1, upstream=2**-25 * 2**15)[1] == 2**-10
+
+
+def test_bf16_has_the_range_of_fp32():
+    x = torch.tensor([[2.0**100, 2.0**-100]], requires_grad=True)
+    with emulation("bf16"):
+        y = x * 2**-10 @ torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    y.backward(torch.full((1, 2), 2.0**-100))
+    assert y.tolist() == [[2.0**90, 2.0**-110]]
+    assert x.grad.tolist() == [[2.0**-110, 2.0**-110]]
+
+
+# ---- products that the emulation does not know
+
+A, V, B = normal((4, 4), (4,), (2, 4, 4))
+UNKNOWN = {
+    "torch.einsum": lambda: torch.einsum("ij,jk->ik", A, A),
+    "torch.tensordot": lambda: torch.tensordot(A, A, 1),
+    "torch.inner": lambda: torch.inner(A, A),
+    "torch.vdot": lambda: torch.vdot(V, V),
+    "torch.cdist": lambda: torch.cdist(A, A),
+    "torch.chain_matmul": lambda: torch.chain_matmul(A, A, A),
+    "torch.matrix_power": lambda: torch.matrix_power(A, 3),
+    "Tensor.matrix_power": lambda: A.matrix_power(3),
+    "torch.linalg.multi_dot": lambda: torch.linalg.multi_dot([A, A, A]),
+    "torch.linalg.matrix_power": lambda: torch.linalg.matrix_power(A, 3),
+    "torch.linalg.vecdot": lambda: torch.linalg.vecdot(A, A),
+    "F.bilinear": lambda: F.bilinear(A, A, B),
+    "nn.Bilinear": lambda: nn.Bilinear(4, 4, 2)(A, A),
+    "F.conv1d": lambda: F.conv1d(B, B),
+    "nn.Conv2d": lambda: nn.Conv2d(2, 1, 2)(B),
+    "F.conv3d": lambda: F.conv3d(B[None, None], torch.ones(1, 1, 1, 1, 1)),
+    "F.conv_transpose1d": lambda: F.conv_transpose1d(B, torch.ones(4, 1, 2)),
+    "torch.convolution": lambda: torch.convolution(B, B, None, [1], [0], [1], False, [0], 1),
+    "nn.MultiheadAttention": lambda: nn.MultiheadAttention(4, 2)(A, A, A),
+    "nn.MultiheadAttention, eval": lambda: nn.MultiheadAttention(4, 2, batch_first=True).eval()(B, B, B),
+    "nn.TransformerEncoderLayer, eval": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()(B),
+    "nn.LSTM": lambda: nn.LSTM(4, 4)(B),
+    "nn.GRU": lambda: nn.GRU(4, 4)(B),
+    "nn.RNN": lambda: nn.RNN(4, 4)(B),
+    "nn.LSTMCell": lambda: nn.LSTMCell(4, 4)(A),
+    "nn.GRUCell": lambda: nn.GRUCell(4, 4)(A),
+    "nn.RNNCell": lambda: nn.RNNCell(4, 4)(A),
+    "mm with out": lambda: torch.mm(A, A, out=torch.empty(4, 4)),
+    "matmul with out": lambda: torch.matmul(A, A, out=torch.empty(4, 4)),
+    "baddbmm with out": lambda: torch.baddbmm(B, B, B, out=torch.empty(2, 4, 4)),
+    "addmm_": lambda: A.clone().addmm_(A, A),
+    "addmv_": lambda: V.clone().addmv_(A, V),
+    "addbmm_": lambda: A.clone().addbmm_(B, B),
+    "baddbmm_": lambda: B.clone().baddbmm_(B, B),
+    "addr": lambda: torch.addr(A, V, V),
+    "addr_": lambda: A.clone().addr_(V, V),
+    "ger": lambda: torch.ger(V, V),
+}
+
+
+@low
+@pytest.mark.filterwarnings("ignore:.*chain_matmul.*:UserWarning")
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_product_raises_rather_than_run_in_fp32(name, dtype):
+    with emulation(dtype), pytest.raises(NotImplementedError, match=f"emulated {dtype} does not know"):
+        UNKNOWN[name]()
+
+
+@pytest.mark.filterwarnings("ignore:.*chain_matmul.*:UserWarning")
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_product_runs_outside_and_in_a_disabled_block(name):
+    UNKNOWN[name]()
+    with emulation("bf16"), emulation("bf16", enabled=False):
+        UNKNOWN[name]()
+
+
+@pytest.mark.parametrize("name", ["torch.einsum", "torch.tensordot"])
+def test_the_error_speaks_of_out_only_where_it_was_given(name):
+    with emulation("bf16"), pytest.raises(NotImplementedError, match=r"^((?!with out=).)*$"):
+        UNKNOWN[name]()
+    with emulation("bf16"), pytest.raises(NotImplementedError, match="mm with out="):
+        UNKNOWN["mm with out"]()
+
+
+# ---- blocks: what is active, and what is active again after them
+
+
+def active() -> tuple:
+    """The policy, what a product of two fp32 matrices is in fact rounded to, and torch.autocast's two settings."""
+    product = (A @ A).float()
+    rounded = next((dtype for dtype in LOW if is_representable(product, dtype)), "fp32")
+    return policy.compute_dtype(), rounded, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+@low
+@both_ways
+def test_inside_a_block_its_dtype_is_active(emulated, dtype):
+    before = active()
+    assert before[:3] == ("fp32", "fp32", False)
+    with autocast("cpu", dtype, emulated):
+        assert active()[:3] == (dtype, dtype, not emulated)
+        assert (A @ A).dtype == (torch.float32 if emulated else LOW_DTYPES[dtype])
+    assert active() == before
+
+
+@low
+@both_ways
+def test_an_exception_restores_what_was_active(emulated, dtype):
+    before = active()
+    with pytest.raises(ZeroDivisionError), autocast("cpu", dtype, emulated):
+        1 / 0  # noqa: B018
+    assert active() == before
+    with autocast("cpu", "bf16", emulated):
+        inside = active()
+        with pytest.raises(ZeroDivisionError), autocast("cpu", dtype, not emulated):
+            1 / 0  # noqa: B018
+        assert active() == inside
+    assert active() == before
+
+
+def test_an_unknown_product_s_error_restores_what_was_active():
+    before = active()
+    with pytest.raises(NotImplementedError), emulation("bf16"):
+        UNKNOWN["torch.einsum"]()
+    assert active() == before
+
+
+@both_ways
+def test_nested_blocks_each_have_their_own_dtype(emulated):
+    before = active()
+    with autocast("cpu", "bf16", emulated):
+        outer = active()
+        with autocast("cpu", "fp16", emulated):
+            assert active()[:2] == ("fp16", "fp16")
+        assert active() == outer
+        with autocast("cpu", "fp32", emulated):
+            assert active()[:2] == ("fp32", "fp32")
+        assert active() == outer
+        with autocast("cpu", "bf16", emulated, enabled=False):
+            assert active()[:2] == ("fp32", "fp32")
+            with autocast("cpu", "fp16", emulated):
+                assert active()[:2] == ("fp16", "fp16")
+            assert active()[:2] == ("fp32", "fp32")
+        assert active() == outer
+    assert active() == before
+
+
+def test_an_emulated_block_inside_torch_autocast_turns_that_off():
+    with torch.autocast("cpu", torch.bfloat16):
+        with emulation("fp16"):
+            assert (A @ A).dtype == torch.float32
+            assert active()[:2] == ("fp16", "fp16")
+        assert (A @ A).dtype == torch.bfloat16
+
+
+@both_ways
+def test_fp32_changes_nothing(emulated):
+    x, y = tiny_batch()
+    results = []
+    for block in (contextlib.nullcontext(), autocast("cpu", "fp32", emulated)):
+        gpt = tiny_gpt()
+        with block:
+            loss = gpt(x, y).mean()
+        loss.backward()
+        results.append({"loss": loss.detach()} | {name: p.grad for name, p in gpt.named_parameters()})
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", ["bf8", "float16", ""])
+def test_an_unknown_dtype_is_refused(dtype, emulated):
+    with pytest.raises((KeyError, ValueError)), autocast("cpu", dtype, emulated):
+        pass
+    assert policy.compute_dtype() == "fp32"
+
+
+# ---- whole models
+
+
+class Recorder(TorchDispatchMode):
+    """Notes (operation, floating-point operands, first result) of everything that reaches the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple[str, list[torch.Tensor], torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        floats = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        self.calls.append((func.overloadpacket.__name__, floats, tree_leaves(result)[0]))
+        return result
+
+
+def record(dtype: str, emulated: bool):
+    """The calls of MiniGPT's forward, and those of its backward."""
+    gpt, (x, y) = tiny_gpt(), tiny_batch()
+    with Recorder() as forward, autocast("cpu", dtype, emulated):
+        loss = gpt(x, y).mean()
+    with Recorder() as backward:
+        loss.backward()
+    return forward.calls, backward.calls
+
+
+def is_product(operation: str) -> bool:
+    return operation in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot") or "dot_product" in operation
+
+
+@low
+def test_no_matrix_product_of_the_emulated_model_sees_an_unrounded_operand(dtype):
+    forward, backward = record(dtype, emulated=True)
+    counts = Counter()
+    for operation, operands, _ in forward:
+        if is_product(operation):
+            counts["attention" if "dot_product" in operation else "linear"] += 1
+            for n, operand in enumerate(operands):
+                assert is_representable(operand, dtype), f"{operation}, operand {n}, shape {tuple(operand.shape)}"
+    assert counts == {"attention": CONFIG.n_layer, "linear": 4 * CONFIG.n_layer + 1}
+    for operation, operands, _ in backward:
+        if is_product(operation):
+            # Attention's backward also reads its own fp32 result and sums; its gradient, q, k and v come first.
+            for n, operand in enumerate(operands[:4] if "dot_product" in operation else operands):
+                assert is_representable(operand, dtype), f"backward {operation}, operand {n}, {tuple(operand.shape)}"
+            counts["backward"] += 1
+    assert counts["backward"] == CONFIG.n_layer + 2 * (4 * CONFIG.n_layer + 1)
+
+
+# aten's operation -> row of the table, and how many of its first floating-point operands the row speaks of
+FORWARD_ROWS = {
+    "addmm": ("linear", 3),
+    "mm": ("linear", 2),
+    "_scaled_dot_product_flash_attention_for_cpu": ("attention", 3),
+    "native_layer_norm": ("layer_norm", 3),
+    "_log_softmax": ("cross_entropy", 1),
+    "nll_loss_forward": ("cross_entropy", 1),
+    "mean": ("reduction", 1),
+    "embedding": ("embedding", 1),
+    "add": ("residual", 1),  # the stream; what joins it comes as its operation left it and is promoted exactly
+}
+BACKWARD_ROWS = {
+    "mm": ("linear", 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": ("attention", 4),
+    "native_layer_norm_backward": ("layer_norm", 2),
+    "_log_softmax_backward_data": ("cross_entropy", 2),
+    "nll_loss_backward": ("cross_entropy", 1),
+    "embedding_dense_backward": ("embedding", 1),
+}
+
+
+def torch_dtype(precision: str, dtype: str) -> torch.dtype:
+    return LOW_DTYPES[dtype] if precision == policy.LOW else torch.float32
+
+
+@low
+def test_torch_autocast_runs_the_model_by_the_table(dtype):
+    forward, backward = record(dtype, emulated=False)
+    seen = set()
+    for calls, rows in ((forward, FORWARD_ROWS), (backward, BACKWARD_ROWS)):
+        for operation, operands, result in calls:
+            if operation not in rows:
+                assert not is_product(operation), f"{operation} is in no row"
+                continue
+            row, count = rows[operation]
+            rule = policy.TABLE[row]
+            forwards = calls is forward
+            assert len(operands) >= count, operation
+            for n, operand in enumerate(operands[:count]):
+                assert operand.dtype == torch_dtype(rule.operands, dtype), f"{row}: {operation}, operand {n}"
+            expected = {torch_dtype(p, dtype) for p in ([rule.result] if forwards else rule[3:])}
+            assert {result.dtype} == expected, f"{row}: result of {operation}"
+            seen.add((operation, forwards))
+    assert seen == {(operation, True) for operation in FORWARD_ROWS} | {(o, False) for o in BACKWARD_ROWS}
+
+
+def run_tiny(dtype: str, emulated: bool, seed: int = 0):
+    """Logits, loss and gradients by name of the tiny model."""
+    gpt, (x, y) = tiny_gpt(seed), tiny_batch()
+    with autocast("cpu", dtype, emulated):
+        logits = gpt(x)
+        loss = gpt(x, y).mean()
+    loss.backward()
+    return logits.detach(), loss.item(), {name: p.grad for name, p in gpt.named_parameters()}
+
+
+@low
+def test_the_emulated_model_s_logits_and_loss_are_those_of_torch_autocast(dtype):
+    # Products agree to a unit, attention to its softmax's rounding; so logits agree to about a unit of the largest. A
+    # token's loss moves by at most twice the change of a logit, and over n tokens that averages out by sqrt(n).
+    logits, loss, _ = run_tiny(dtype, emulated=True)
+    their_logits, their_loss, _ = run_tiny(dtype, emulated=False)
+    assert logits.dtype == their_logits.dtype == torch.float32
+    unit = logits.abs().max().item() * torch.finfo(LOW_DTYPES[dtype]).eps
+    assert (logits - their_logits).abs().max().item() <= 2 * unit
+    tokens = logits.shape[0] * logits.shape[1]
+    assert abs(loss - their_loss) <= 2 * unit / math.sqrt(tokens)
+
+
+@low
+def test_the_emulated_model_s_gradients_are_no_less_exact_than_torch_autocast_s(dtype):
+    # Twice, as for attention, over several models: a single vector's error is a few roundings, some of them lucky.
+    our_error, their_error = Counter(), Counter()
+    for seed in range(6):
+        _, _, exact = run_tiny("fp32", emulated=False, seed=seed)
+        for errors, emulated in ((our_error, True), (their_error, False)):
+            for name, gradient in run_tiny(dtype, emulated, seed)[2].items():
+                errors[name] += (gradient - exact[name]).square().sum().item()
+    for name in their_error:
+        ratio = math.sqrt(our_error[name] / their_error[name])
+        assert 0 < ratio <= 2, f"{name}: {ratio:.2f} times torch.autocast's error"
+
+
+@low
+@both_ways
+def test_master_gradients_are_fp32_tensors_with_low_values(emulated, dtype):
+    _, _, gradients = run_tiny(dtype, emulated)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32, name
+        if ".attn." in name or ".mlp." in name:  # LayerNorm's and the embeddings' are fp32 by the table
+            assert is_representable(gradient, dtype), name
+    assert not is_representable(gradients["ln_f.weight"], dtype)
+
+
+# ---- evaluation and training
+
+
+def build(dtype: str, emulated: bool):
+    settings = Settings(lr=1e-2, dropout=0.1, seed=3)
+    config = GPTConfig(11, 8, n_layer=1, n_head=2, n_embd=16, dropout=0.1)
+    return minigpt.build(settings, Hardware("cpu", "this CPU", dtype, emulated, ""), config)
+
+
+def weights_after_training(backend, evaluate: bool) -> dict[str, np.ndarray]:
+    x, y = (t.numpy() for t in tiny_batch())
+    for step in range(4):
+        with backend.autocast():
+            loss = backend.model(x, y, key=(3, step, 0))
+        if evaluate:  # also between forward and backward
+            backend.evaluate(x, y)
+        loss.backward()
+        backend.optimizer.step()
+        backend.optimizer.zero_grad()
+        if evaluate:
+            backend.evaluate(x, y)
+            backend.logits(x[:1, :3])
+    return backend.state()["model"]
+
+
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "emulated"), [("fp32", False), ("bf16", False), ("bf16", True), ("fp16", True)]
+)
+
+
+@DTYPES
+def test_evaluation_does_not_change_training(dtype, emulated):
+    without = weights_after_training(build(dtype, emulated), evaluate=False)
+    for name, values in weights_after_training(build(dtype, emulated), evaluate=True).items():
+        assert values.tobytes() == without[name].tobytes(), name
+
+
+@DTYPES
+def test_evaluation_is_without_dropout_and_repeats(dtype, emulated):
+    backend = build(dtype, emulated)
+    x, y = (t.numpy() for t in tiny_batch())
+    first = backend.evaluate(x, y)
+    assert first.dtype == np.float64
+    assert first.shape == (4,)
+    assert first.tobytes() == backend.evaluate(x, y).tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "emulated"), [("bf16", False), ("bf16", True), ("fp16", True)])
+def test_evaluation_inside_a_training_block_is_refused(dtype, emulated):
+    backend = build(dtype, emulated)
+    x, y = (t.numpy() for t in tiny_batch())
+    with backend.autocast():
+        with pytest.raises(RuntimeError, match="leave the block first"):
+            backend.evaluate(x, y)
+        with pytest.raises(RuntimeError, match="leave the block first"):
+            backend.logits(x)
+        loss = backend.model(x, y, key=(0, 0, 0))
+    loss.backward()
+    for group in backend.optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            assert parameter.grad is not None, name
+    backend.evaluate(x, y)
+
+
+# ---- hardware
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_native_units_of_the_cpu_are_told_with_a_reason(dtype):
+    native, why = native_units(torch.device("cpu"), dtype)
+    assert type(native) is bool
+    assert isinstance(why, str)
+    assert ("no" in why.split()) == (not native)
+
+
+def test_fp32_is_native_everywhere():
+    for device in ("cpu", "cuda", "mps"):
+        assert native_units(torch.device(device), "fp32")[0]
