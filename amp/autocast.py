@@ -15,9 +15,9 @@ from amp.formats import FORMATS
 
 LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# torch's functions by name -> their row of policy.TABLE. Operators reach us as Tensor methods: x @ y is "matmul".
+# torch's functions by name -> their row of policy.TABLE. x @ y arrives as "matmul".
 PRODUCTS = {"linear": "linear", "scaled_dot_product_attention": "attention"} | dict.fromkeys(
-    ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm"), "matmul"
+    ("matmul", "__rmatmul__", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm"), "matmul"
 )
 # Products whose inner roundings the emulation does not know. Running them in fp32 would silently break the table.
 UNKNOWN_PRODUCTS = {
@@ -44,7 +44,20 @@ UNKNOWN_PRODUCTS = {
         "convolution",
     ),
     *("multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
-    *("rnn_relu_cell", "__imatmul__", "addmm_", "addmv_", "addbmm_", "baddbmm_", "addr", "addr_", "ger", "_scaled_mm"),
+    *(
+        "rnn_relu_cell",
+        "_sparse_mm",
+        "cov",
+        "corrcoef",
+        "addmm_",
+        "addmv_",
+        "addbmm_",
+        "baddbmm_",
+        "addr",
+        "addr_",
+        "ger",
+        "_scaled_mm",
+    ),
 }
 
 

@@ -55,13 +55,13 @@ def to_bf16_bits(x: np.ndarray) -> np.ndarray:
     Adding 0x7fff plus the lowest kept bit carries into the kept half exactly when the dropped half is above one half,
     or equal to it with an odd neighbour below. The carry runs into the exponent, so overflow becomes inf by itself.
     """
-    bits = np.asarray(x, dtype=np.float32, order="C").view(np.uint32)
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     lowest_kept = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = np.asarray((bits + np.uint32(0x7FFF) + lowest_kept) >> np.uint32(16), dtype=np.uint16)
-    nan = np.isnan(x)
+    rounded = ((bits + np.uint32(0x7FFF) + lowest_kept) >> np.uint32(16)).astype(np.uint16)
+    nan = np.isnan(bits.view(np.float32))
     if nan.any():  # the carry could turn a NaN's mantissa into inf or into -0
         rounded[nan] = 0x7FC0
-    return rounded
+    return rounded.reshape(np.shape(x))
 
 
 def from_bf16_bits(bits: np.ndarray) -> np.ndarray:

@@ -61,6 +61,7 @@ PRODUCTS = {
     "torch.matmul": (torch.matmul, [(2, 3, 16), (2, 16, 5)]),
     "torch.matmul, broadcast": (torch.matmul, [(2, 3, 16), (16, 5)]),
     "@": (lambda x, y: x @ y, [(6, 16), (16, 5)]),
+    "torch.linalg.matmul": (torch.linalg.matmul, [(6, 16), (16, 5)]),
     "Tensor.matmul": (torch.Tensor.matmul, [(6, 16), (16, 5)]),
     "torch.mm": (torch.mm, [(6, 16), (16, 5)]),
     "Tensor.mm": (torch.Tensor.mm, [(6, 16), (16, 5)]),

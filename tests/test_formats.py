@@ -88,6 +88,8 @@ def test_nan_stays_nan_whatever_its_payload(dtype):
     nans = np.array(payloads, np.uint32).view(np.float32)
     assert np.isnan(nans).all()
     assert np.isnan(round_to(nans, dtype)).all()
+    for n, payload in enumerate(payloads):  # NumPy warns of integers that wrap around in an array of no dimensions only
+        assert np.isnan(round_to(nans[n : n + 1].reshape(()), dtype)), hex(payload)
 
 
 @pytest.mark.parametrize("dtype", LOW)

@@ -353,4 +353,5 @@ def test_the_first_ten_losses_are_the_recorded_ones(mode, tolerance):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     GOLDEN.write_text(json.dumps({mode: golden_run(mode) for mode in MODES}, indent=2) + "\n")
