@@ -1,34 +1,170 @@
-"""Text from a trained model."""
+"""Text from a trained model: `python sample.py --checkpoint runs/NAME --prompt "ROMEO:"`."""
 
+import math
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from run.errors import BadInput
+from data import tokenizer as tokenizers
+from data.tinyshakespeare import read_text
+from model import backend as backends
+from model.config import GPTConfig
+from run import checkpoint
+from run.errors import BadInput, run_script
+from run.flags import flag, name_of, read_flags
+from settings import Settings
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """Fields are flags, as in settings.py."""
+
+    checkpoint: str = flag("auto", "run folder (its best, then its last), step folder or Hugging Face GPT-2 folder")
+    prompt: str | None = flag(None, "text to go on from; without one a terminal asks for it")
+    prompt_file: str | None = flag(None, "UTF-8 file to read the prompt from")
+    tokens: int = flag(300, "tokens to draw")
+    temperature: float = flag(0.8, "divides the logits; 0 takes the likeliest token each time")
+    top_k: int | None = flag(None, "draw from the K likeliest tokens only")
+    top_p: float = flag(1.0, "draw from the fewest likeliest tokens that together have this probability")
+    seed: int = flag(0, "same seed, same text")
+    num_samples: int = flag(1, "texts to draw")
+    unknown: str = flag("error", "characters of the prompt that the vocabulary lacks", ("error", "skip"))
+    backend: str = flag("torch", "what computes the logits", tuple(backends.MODULES))
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
+    dtype: str = flag("auto", "compute precision", ("auto", "fp32", "bf16", "fp16"))
+
+
+def probabilities(logits: np.ndarray, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> np.ndarray:
+    """Logits (V,) -> probabilities (V,), fp64: softmax of logits / temperature; the top k; of those the top p.
+
+    The token with which the sum reaches `top_p` is kept (Holtzman et al. 2020, "nucleus sampling"); what is left sums
+    to 1 again. BadInput where a logit is NaN or inf.
+    """
+    logits = logits.astype(np.float64)
+    if not np.isfinite(logits).all():
+        raise BadInput("the model's logits are not finite: its weights are damaged or its training diverged")
+    if temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    p = np.exp((logits - logits.max()) / temperature)
+    likeliest = np.argsort(-p, kind="stable")
+    if top_k is not None:
+        p[likeliest[top_k:]] = 0
+    p /= p.sum()
+    before = np.cumsum(p[likeliest]) - p[likeliest]  # the probability of all likelier tokens
+    p[likeliest[before >= top_p]] = 0
+    return p / p.sum()
 
 
 def generate(
     logits: Callable[[np.ndarray], np.ndarray],
-    tokens: list[int],
+    tokens: np.ndarray,
     block_size: int,
     count: int,
     temperature: float = 0.8,
-    seed: int = 0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | list[int] = 0,
 ) -> Iterator[int]:
-    """Yields `count` tokens, each drawn from the model's distribution given all before it.
+    """Yields `count` tokens, each drawn from the model's distribution given the last `block_size` before it.
 
-    logits: int64 (1, T) -> (1, V). Temperature 0 takes the likeliest token. BadInput where logits are NaN or inf.
+    logits: int64 (1, T) -> (1, V), of the last position. tokens: the prompt, int (n,), n >= 1.
     """
-    random = np.random.default_rng(seed)
-    context = list(tokens)
+    random, context = np.random.default_rng(seed), [int(token) for token in tokens]
     for _ in range(count):
-        row = logits(np.array([context[-block_size:]], dtype=np.int64))[0].astype(np.float64)  # (V,)
-        if not np.isfinite(row).all():
-            raise BadInput("the model's logits are not finite: its weights are damaged or the run diverged")
-        if temperature == 0:
-            token = int(row.argmax())
-        else:
-            p = np.exp((row - row.max()) / temperature)
-            token = int(random.choice(len(p), p=p / p.sum()))
+        row = logits(np.array([context[-block_size:]], dtype=np.int64))[0]  # (V,)
+        token = int(random.choice(len(row), p=probabilities(row, temperature, top_k, top_p)))
         context.append(token)
         yield token
+
+
+def start_of_text(tokenizer) -> np.ndarray:
+    """What an empty prompt starts from: a newline, or the first token where the vocabulary has none."""
+    try:
+        return tokenizer.encode("\n")
+    except BadInput:
+        return np.zeros(1, dtype=np.int32)
+
+
+def encode_prompt(tokenizer, prompt: str, unknown: str) -> np.ndarray:
+    """Prompt -> tokens (n,), n >= 1. A character without a token is BadInput, or dropped where `unknown` is "skip"."""
+    if unknown == "skip" and tokenizer.kind == "char":
+        prompt = "".join(character for character in prompt if character in tokenizer.characters)
+    return tokenizer.encode(prompt) if prompt else start_of_text(tokenizer)
+
+
+def read(argv: list[str] | None) -> SampleSettings:
+    """A checked command line. BadInput lists all faults, one a line."""
+    values, faults = read_flags(SampleSettings, argv, "sample.py", __doc__)
+    s = SampleSettings(**values)
+    for name, holds, must in (
+        ("tokens", s.tokens >= 1, "be at least 1"),
+        ("num_samples", s.num_samples >= 1, "be at least 1"),
+        ("temperature", 0 <= s.temperature < math.inf, "be a finite number, not negative"),
+        ("top_k", s.top_k is None or s.top_k >= 1, "be at least 1"),
+        ("top_p", 0 < s.top_p <= 1, "be above 0 and at most 1"),
+        ("seed", s.seed >= 0, "not be negative"),
+    ):
+        if not holds:
+            faults.append(f"{name_of(name)} {getattr(s, name)}: must {must}")
+    if s.prompt is not None and s.prompt_file is not None:
+        faults.append("--prompt-file: cannot be combined with --prompt")
+    if s.temperature == 0:  # nothing is drawn, so these would do nothing
+        faults += [
+            f"{name_of(name)}: does nothing at --temperature 0" for name in ("top_k", "top_p", "seed") if name in values
+        ]
+    if faults:
+        raise BadInput("\n".join(faults))
+    return s
+
+
+def load(s: SampleSettings) -> tuple[backends.Backend, object, GPTConfig]:
+    """The model of --checkpoint, its tokenizer and its sizes."""
+    folder = checkpoint.find(s.checkpoint, pointers=("best.json", "latest.json"))
+    weights, sizes, description = checkpoint.load_model(folder)
+    config = GPTConfig(**sizes)
+    tokenizer = tokenizers.load(description or {"kind": "gpt2"})
+    ours = (folder / "manifest.json").is_file()
+    if ours and checkpoint.read_manifest(folder)["tokenizer_fingerprint"] != tokenizers.fingerprint(tokenizer):
+        raise BadInput(f"{folder}: its minigpt_tokenizer.json is not the one that the model was trained with")
+    if tokenizer.vocab_size != config.vocab_size:
+        raise BadInput(
+            f"{folder}: the model has {config.vocab_size} tokens, its {tokenizer.kind} tokenizer {tokenizer.vocab_size}"
+        )
+    hardware = backends.module(s.backend).hardware(s.device, s.dtype, "auto")
+    backend = backends.module(s.backend).build(Settings(), hardware, config)
+    backend.load_state({"model": weights})
+    return backend, tokenizer, config
+
+
+def sample(s: SampleSettings) -> None:
+    """Prints the prompt and what the model makes of it, token by token; a terminal without a prompt is asked for more."""
+    backend, tokenizer, config = load(s)
+    prompt = read_text(Path(s.prompt_file)) if s.prompt_file is not None else s.prompt
+    ask = prompt is None and sys.stdin.isatty()
+    while True:
+        try:
+            text = input("prompt> ") if ask else prompt or ""
+        except EOFError:
+            return
+        tokens = encode_prompt(tokenizer, text, s.unknown)
+        if len(tokens) > config.block_size:
+            print(f"note: of {len(tokens)} prompt tokens the model sees the last {config.block_size}", file=sys.stderr)
+        for number in range(s.num_samples):
+            how = (s.tokens, s.temperature, s.top_k, s.top_p, [s.seed, number])
+            print(tokenizers.decode(tokenizer, tokens) if text else "", end="", flush=True)
+            for piece in tokenizers.stream(tokenizer, generate(backend.logits, tokens, config.block_size, *how)):
+                print(piece, end="", flush=True)
+            print("\n" if number + 1 < s.num_samples else "")
+        if not ask:
+            return
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_script("sample.py", lambda: sample(read(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

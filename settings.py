@@ -4,74 +4,69 @@ A value comes from the dataclass below, then the preset, then the checkpoint tha
 All faults are found and told together, before any data is loaded.
 """
 
-import argparse
-import difflib
 import math
 import os
 import shutil
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from data import tinyshakespeare
+from data import tinyshakespeare, tokenizer
 from model import backend
 from model.config import PRESETS
 from run import checkpoint
 from run.errors import BadInput
-
-
-def _flag(default, help: str, choices: tuple[str, ...] | None = None):
-    return field(default=default, metadata={"help": help, "choices": choices})
+from run.flags import flag, name_of, read_flags
 
 
 @dataclass(frozen=True)
 class Settings:
     """Fields are flags: `batch_size` is --batch-size. None means "derived", as the help says."""
 
-    preset: str = _flag("auto", "sizes and recipe; auto: gpu on CUDA, else cpu", ("auto", *PRESETS))
-    backend: str = _flag("torch", "what computes the gradients", tuple(backend.MODULES))
-    device: str = _flag("auto", "auto, cpu, cuda, cuda:N or mps (mps is not tested); auto: CUDA where there is one")
-    dtype: str = _flag(
+    preset: str = flag("auto", "sizes and recipe; auto: gpu on CUDA, else cpu", ("auto", *PRESETS))
+    backend: str = flag("torch", "what computes the gradients", tuple(backend.MODULES))
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps (mps is not tested); auto: CUDA where there is one")
+    dtype: str = flag(
         "auto", "compute precision; auto: bf16, or fp16 on CUDA cards without it", ("auto", "fp32", "bf16", "fp16")
     )
-    emulation: str = _flag(
+    emulation: str = flag(
         "auto", "compute 16-bit products by rounding and fp32; auto: where units lack", ("auto", "on", "off")
     )
-    loss_scaling: str = _flag("auto", "dynamic loss scale; off: fixed at 1; auto: on below fp32", ("auto", "on", "off"))
-    init_scale: float = _flag(2.0**15, "first loss scale")
-    growth_interval: int = _flag(500, "good steps in a row that double the loss scale")
-    max_skips: int = _flag(100, "skipped steps in a row after which the run gives up")
+    loss_scaling: str = flag("auto", "dynamic loss scale; off: fixed at 1; auto: on below fp32", ("auto", "on", "off"))
+    init_scale: float = flag(2.0**15, "first loss scale")
+    growth_interval: int = flag(500, "good steps in a row that double the loss scale")
+    max_skips: int = flag(100, "skipped steps in a row after which the run gives up")
 
-    steps: int = _flag(2000, "optimizer steps")
-    batch_size: int = _flag(12, "rows of a micro-batch")
-    block_size: int = _flag(64, "context length in tokens")
-    accumulation: int = _flag(1, "micro-batches whose gradients make one step")
-    n_layer: int = _flag(4, "transformer blocks")
-    n_head: int = _flag(4, "attention heads of a block")
-    n_embd: int = _flag(128, "channels of the residual stream")
-    dropout: float = _flag(0.0, "share of activations dropped in training")
+    steps: int = flag(2000, "optimizer steps")
+    batch_size: int = flag(12, "rows of a micro-batch")
+    block_size: int = flag(64, "context length in tokens")
+    accumulation: int = flag(1, "micro-batches whose gradients make one step")
+    n_layer: int = flag(4, "transformer blocks")
+    n_head: int = flag(4, "attention heads of a block")
+    n_embd: int = flag(128, "channels of the residual stream")
+    dropout: float = flag(0.0, "share of activations dropped in training")
 
-    lr: float = _flag(1e-3, "highest learning rate")
-    min_lr: float | None = _flag(None, "last learning rate of the cosine; default: a tenth of --lr")
-    warmup: int = _flag(100, "steps of linear warm-up")
-    weight_decay: float = _flag(0.1, "AdamW's decay of matrices and embeddings")
-    beta1: float = _flag(0.9, "AdamW's decay rate of the first moment")
-    beta2: float = _flag(0.99, "AdamW's decay rate of the second moment")
-    clip: float = _flag(1.0, "largest gradient norm; 0: no clipping")
-    seed: int = _flag(1337, "first weights, rows and dropout")
+    lr: float = flag(1e-3, "highest learning rate")
+    min_lr: float | None = flag(None, "last learning rate of the cosine; default: a tenth of --lr")
+    warmup: int = flag(100, "steps of linear warm-up")
+    weight_decay: float = flag(0.1, "AdamW's decay of matrices and embeddings")
+    beta1: float = flag(0.9, "AdamW's decay rate of the first moment")
+    beta2: float = flag(0.99, "AdamW's decay rate of the second moment")
+    clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
+    seed: int = flag(1337, "first weights, rows and dropout")
 
-    corpus: str = _flag("tinyshakespeare", "tinyshakespeare, stdlib, or a text file")
-    tokenizer: str = _flag("char", "text to tokens", ("char",))
-    vocab_size: int | None = _flag(None, "tokens in a learned vocabulary; char takes what the corpus has")
+    corpus: str = flag("tinyshakespeare", "tinyshakespeare, stdlib, or a text file")
+    tokenizer: str = flag("char", "text to tokens", tuple(tokenizer.TOKENIZERS))
+    vocab_size: int | None = flag(None, "tokens that --tokenizer bpe learns; default: 4096")
 
-    eval_every: int = _flag(250, "steps between validations; 0: only at the end")
-    log_every: int = _flag(10, "steps between log lines")
-    save_every: int | None = _flag(None, "steps between checkpoints; 0: only at the end; default: --eval-every")
-    out: str | None = _flag(None, "run folder; default: runs/DATE-TIME-PRESET-DTYPE")
-    resume: str | None = _flag(None, "auto (the newest checkpoint of --out) or a run or step folder")
-    overwrite: bool = _flag(False, "replace the run that --out holds")
-    compile: bool = _flag(False, "torch.compile the model")
-    deterministic: bool = _flag(False, "only deterministic algorithms; slower on CUDA")
+    eval_every: int = flag(250, "steps between validations; 0: only at the end")
+    log_every: int = flag(10, "steps between log lines")
+    save_every: int | None = flag(None, "steps between checkpoints; 0: only at the end; default: --eval-every")
+    out: str | None = flag(None, "run folder; default: runs/DATE-TIME-PRESET-DTYPE")
+    resume: str | None = flag(None, "auto (the newest checkpoint of --out) or a run or step folder")
+    overwrite: bool = flag(False, "replace the run that --out holds")
+    compile: bool = flag(False, "torch.compile the model")
+    deterministic: bool = flag(False, "only deterministic algorithms; slower on CUDA")
 
 
 # What belongs to one process or one machine, so that a checkpoint does not keep it.
@@ -89,9 +84,9 @@ class Request(NamedTuple):
     resume_from: Path | None  # a step folder
 
 
-def read(argv: list[str] | None, prog: str) -> Request:
+def read(argv: list[str] | None) -> Request:
     """Reads and checks a command line. BadInput lists all faults, one a line."""
-    flags, faults = _flags(argv, prog)
+    flags, faults = read_flags(Settings, argv, "train.py", "Trains a GPT in mixed precision.")
     resume_from, saved = None, {}
     if "resume" in flags:
         try:
@@ -101,9 +96,7 @@ def read(argv: list[str] | None, prog: str) -> Request:
             faults.append(str(error))
     for name in FIXED:
         if saved and name in flags and flags[name] != saved.get(name, getattr(Settings, name)):
-            faults.append(
-                f"--{name.replace('_', '-')} {flags[name]}: the checkpoint in {resume_from} has {saved.get(name)}"
-            )
+            faults.append(f"{name_of(name)} {flags[name]}: the checkpoint in {resume_from} has {saved.get(name)}")
     asked = {**PRESETS.get(saved.get("preset", flags.get("preset")), {}), **saved, **flags}
     hardware = None
     if (name := asked.get("backend", Settings.backend)) in backend.MODULES:
@@ -129,57 +122,11 @@ def read(argv: list[str] | None, prog: str) -> Request:
         dtype=hardware.dtype,
         loss_scaling=scaling if settings.loss_scaling == "auto" else settings.loss_scaling,
         min_lr=settings.lr / 10 if settings.min_lr is None else settings.min_lr,
+        vocab_size=4096 if settings.tokenizer == "bpe" and settings.vocab_size is None else settings.vocab_size,
         save_every=settings.eval_every if settings.save_every is None else settings.save_every,
     )
     asked = {name: value for name, value in asked.items() if name not in NOT_SAVED}
     return Request(settings, asked, hardware, resume_from)
-
-
-def _flags(argv: list[str] | None, prog: str) -> tuple[dict, list[str]]:
-    """The settings that the command line names, and what is wrong with their form."""
-    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
-    parser.error = lambda message: (_ for _ in ()).throw(BadInput(f"{message} (--help lists all)"))
-    for f in fields(Settings):
-        flag, text, default = _name(f), f.metadata["help"], f.default
-        if f.type is bool:
-            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
-            continue
-        metavar = "|".join(f.metadata["choices"] or ()) or {"int": "N", "float": "X"}.get(_type(f).__name__, "TEXT")
-        shown = (
-            ""
-            if default is None or "auto" in (default, text)
-            else f" [{default:g}]"
-            if _type(f) is not str
-            else f" [{default}]"
-        )
-        parser.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%") + shown)
-    known, unknown = parser.parse_known_args(argv)
-    flags, faults = {}, []
-    for before, word in zip(["", *unknown], unknown, strict=False):
-        if before.startswith("--") and not word.startswith("--"):
-            continue  # the value of the unknown flag before it
-        close = difflib.get_close_matches(word.split("=")[0], [_name(f) for f in fields(Settings)], n=1)
-        faults.append(f"unknown argument {word}" + (f": did you mean {close[0]}?" if close else " (--help lists all)"))
-    for f in fields(Settings):
-        if f.name not in known:
-            continue
-        value, choices = getattr(known, f.name), f.metadata["choices"]
-        if choices and value not in choices:
-            faults.append(f"{_name(f)} {value}: use one of {', '.join(choices)}")
-            continue
-        try:
-            flags[f.name] = _type(f)(value)
-        except ValueError:
-            faults.append(f"{_name(f)} {value}: not {'a whole number' if _type(f) is int else 'a number'}")
-    return flags, faults
-
-
-def _name(f) -> str:
-    return "--" + f.name.replace("_", "-")
-
-
-def _type(f) -> type:
-    return next(t for t in (bool, int, float, str) if f.type in (t, t | None))
 
 
 def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None) -> list[str]:
@@ -202,10 +149,10 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None) -> list
         "growth_interval",
     ):
         value = getattr(s, name)
-        require(value > 0, f"--{name.replace('_', '-')} {value}: must be at least 1")
+        require(value > 0, f"{name_of(name)} {value}: must be at least 1")
     for name in ("warmup", "eval_every", "save_every", "max_skips"):
         value = getattr(s, name)
-        require(value is None or value >= 0, f"--{name.replace('_', '-')} {value}: must not be negative")
+        require(value is None or value >= 0, f"{name_of(name)} {value}: must not be negative")
     if s.n_head > 0 and s.n_embd > 0:
         require(s.n_embd % s.n_head == 0, f"--n-embd {s.n_embd}: not divisible by --n-head {s.n_head}")
     require(0 <= s.dropout < 1, f"--dropout {s.dropout}: must be in [0, 1)")
@@ -226,7 +173,7 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None) -> list
     scaled = s.loss_scaling == "on" or (s.loss_scaling == "auto" and hardware and hardware.dtype != "fp32")
     for name in ("init_scale", "growth_interval"):
         if name in flags and hardware:
-            require(scaled, f"--{name.replace('_', '-')}: loss scaling is off in this run: add --loss-scaling on")
+            require(scaled, f"{name_of(name)}: loss scaling is off in this run: add --loss-scaling on")
     if hardware and flags.get("emulation") in ("on", "off"):
         require(hardware.dtype != "fp32", f"--emulation {s.emulation}: fp32 has nothing to emulate")
     if s.compile and hardware:

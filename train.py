@@ -9,9 +9,6 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
-import settings as flags
 from amp.scaler import DynamicLossScaler, TooManySkips
 from data import tokenizer as tokenizers
 from data.batches import Batches, mean_loss
@@ -20,25 +17,30 @@ from model import backend as backends
 from model.config import GPTConfig, flops_per_token, parameter_count, peak_flops
 from optim.schedule import learning_rate
 from run import checkpoint
-from run.errors import BadInput
+from run.errors import BadInput, run_script
 from run.log import Log, Row, read_log
 from run.plot import plot
 from run.progress import Progress, thousands
-from sample import generate
+from sample import generate, start_of_text
+from settings import Request, Settings, read
 
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
 EVALUATION_ROWS = 64
 SAMPLE_TOKENS = 200
 
 
-def train(request: flags.Request) -> None:
+def train(request: Request) -> None:
     """One training run, from reading the corpus to a sample of the trained model."""
     settings, hardware, resume_from = request.settings, request.hardware, request.resume_from
     arrays, description, manifest = checkpoint.load(resume_from) if resume_from else ({}, {}, {})
     corpus = load_corpus(settings.corpus)
     if manifest:
         check_resume(settings, manifest, corpus, resume_from)
-    tokenizer = tokenizers.load(description) if manifest else tokenizers.train(settings.tokenizer, corpus.text)
+    tokenizer = (
+        tokenizers.load(description)
+        if manifest
+        else tokenizers.train(settings.tokenizer, corpus.text, settings.vocab_size)
+    )
     batches = Batches(tokenizer.encode(corpus.text), settings.block_size, settings.batch_size, settings.seed)
     sizes = {name: getattr(settings, name) for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout")}
     config = GPTConfig(vocab_size=tokenizer.vocab_size, **sizes)
@@ -122,7 +124,7 @@ def is_due(every: int, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def build_scaler(settings: flags.Settings) -> DynamicLossScaler:
+def build_scaler(settings: Settings) -> DynamicLossScaler:
     """With --loss-scaling off the scale is held at 1 and the checks stay: a NaN still skips its step."""
     on = settings.loss_scaling == "on"
     return DynamicLossScaler(
@@ -136,7 +138,7 @@ def build_scaler(settings: flags.Settings) -> DynamicLossScaler:
 # ---- resuming
 
 
-def check_resume(settings: flags.Settings, manifest: dict, corpus, resume_from: Path) -> None:
+def check_resume(settings: Settings, manifest: dict, corpus, resume_from: Path) -> None:
     if corpus.sha256 != manifest["corpus"]["sha256"]:
         raise BadInput(
             f"--resume {resume_from}: trained on another text ({manifest['corpus']['name']}) than {corpus.name} is now"
@@ -145,13 +147,13 @@ def check_resume(settings: flags.Settings, manifest: dict, corpus, resume_from: 
         raise BadInput(f"--resume {resume_from}: all {settings.steps} steps are done: ask for more with --steps")
 
 
-def restore_scaler(scaler: DynamicLossScaler, settings: flags.Settings, manifest: dict) -> None:
+def restore_scaler(scaler: DynamicLossScaler, settings: Settings, manifest: dict) -> None:
     if settings.loss_scaling == "on" and manifest["compute"]["loss_scaling"] == "on":
         scaler.load_state_dict(manifest["scaler"] | {"growth_interval": settings.growth_interval})
     scaler.skipped_steps, scaler.consecutive_skips = manifest["skipped"], manifest["consecutive_skips"]
 
 
-def manifest_of(request: flags.Request, config, corpus, tokenizer, scaler: DynamicLossScaler, best_val: float) -> dict:
+def manifest_of(request: Request, config, corpus, tokenizer, scaler: DynamicLossScaler, best_val: float) -> dict:
     """What a checkpoint must know besides arrays; rows, dropout and learning rate are functions of the step."""
     return {
         "best_val": best_val if best_val < math.inf else None,
@@ -170,7 +172,7 @@ def manifest_of(request: flags.Request, config, corpus, tokenizer, scaler: Dynam
 # ---- what a person sees before and after
 
 
-def open_out(settings: flags.Settings, hardware: backends.Hardware, resume_from: Path | None) -> Path:
+def open_out(settings: Settings, hardware: backends.Hardware, resume_from: Path | None) -> Path:
     """The run folder, made or emptied as asked. BadInput where it cannot be written."""
     try:
         if settings.out or resume_from:
@@ -216,10 +218,8 @@ def print_end(config: GPTConfig, hardware, backend, tokenizer, row: Row, speed: 
     peak = peak_flops(hardware.device_name, hardware.dtype)
     mfu = f"{speed * flops_per_token(config) / peak:.1%}" if peak else "n/a (peak of this device not known)"
     print(f"done    val {row.val:.4f} ± {row.val_error:.4f} | {thousands(speed)} tok/s | MFU {mfu}")
-    start = tokenizer.encode("\n") if "\n" in tokenizer.characters else np.zeros(1, dtype=np.int64)
-    print(
-        "sample\n" + tokenizer.decode(generate(backend.logits, start, config.block_size, SAMPLE_TOKENS)).strip() + "\n"
-    )
+    drawn = generate(backend.logits, start_of_text(tokenizer), config.block_size, SAMPLE_TOKENS)
+    print("sample\n" + tokenizers.decode(tokenizer, drawn).strip() + "\n")
     python = os.path.relpath(sys.executable)
     python = "python" if python.startswith("..") else python
     print(f"picture {out / 'loss.png'}\nlog     {out / 'log.csv'}\ncheckpoint {out / f'step-{row.step}'}")
@@ -227,27 +227,16 @@ def print_end(config: GPTConfig, hardware, backend, tokenizer, row: Row, speed: 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 trained, 1 diverged, 2 bad input, 130 interrupted."""
+    """Exit status: 0 trained, 1 diverged or out of memory, 2 bad input, 130 interrupted."""
     try:
-        train(flags.read(argv, "train.py"))
-        return 0
-    except BadInput as error:
-        for line in str(error).splitlines():
-            print(f"train.py: error: {line}", file=sys.stderr)
-        return 2
+        return run_script("train.py", lambda: train(read(argv)))
     except TooManySkips as error:
         print(f"train.py: stopped: {error}", file=sys.stderr)
-        return 1
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise
-        print(
-            "train.py: out of memory: use a smaller --batch-size (with --accumulation), block or model", file=sys.stderr
-        )
-        return 1
-    except KeyboardInterrupt:
-        print("train.py: interrupted", file=sys.stderr)
-        return 130
+        print("train.py: out of memory: use a smaller --batch-size with more --accumulation", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def load_corpus(name: str) -> Corpus:
     if name == "stdlib":
         return Corpus(name, _standard_library())
     if name != "tinyshakespeare":
-        return Corpus(name, decode(_read(Path(name)), name))
+        return Corpus(name, read_text(Path(name)))
     try:
         raw, notes = _tiny_shakespeare()
     except OSError as error:
@@ -77,6 +77,10 @@ def decode(raw: bytes, where: str) -> str:
     if not text:
         raise BadInput(f"{where}: empty")
     return text
+
+
+def read_text(path: Path) -> str:
+    return decode(_read(path), str(path))
 
 
 def _read(path: Path) -> bytes:

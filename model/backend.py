@@ -39,7 +39,7 @@ class Backend(NamedTuple):
 
 def module(name: str):
     """The module of a backend; ImportError where its library is missing."""
-    # OpenMP's idle threads spin by default. With any other process on the same cores a step then takes ten times as long.
+    # OpenMP's idle threads spin by default: with another process on the same cores a step then takes ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read once, when torch is imported
     return import_module(MODULES[name])
 

@@ -219,7 +219,9 @@ def _state(gpt: MiniGPT, optimizer) -> dict[str, dict[str, np.ndarray]]:
 
 def _load_state(gpt: MiniGPT, optimizer, arrays: dict[str, dict[str, np.ndarray]]) -> None:
     gpt.load_weights(arrays["model"])
-    moments = arrays["optimizer"]
+    moments = arrays.get("optimizer")
+    if moments is None:  # a model alone, to sample from
+        return
     for name, parameter in _named_parameters(optimizer):
         kept = {m: torch.from_numpy(moments[f"{m}.{name}"].copy()) for m in ("exp_avg", "exp_avg_sq")}
         step = torch.tensor(float(moments["step"]), dtype=torch.float32)

@@ -73,39 +73,56 @@ def save(out: Path, step: int, arrays: dict, config: dict, tokenizer: dict, mani
 def load(folder: Path) -> tuple[dict[str, dict[str, np.ndarray]], dict, dict]:
     """A step folder -> (arrays as Backend.load_state takes them, tokenizer description, manifest), hashes checked."""
     manifest = read_manifest(folder)
-    contents = {}
     for name, expected in manifest["sha256"].items():
-        contents[name] = _read(folder / name)
-        if hashlib.sha256(contents[name]).hexdigest() != expected:
+        if hashlib.sha256(_read(folder / name)).hexdigest() != expected:
             raise BadInput(f"{folder / name}: damaged, its sha256 is not the manifest's: use another checkpoint")
+    arrays = {"model": _read_weights(folder), "optimizer": _read_tensors(folder / "optimizer.safetensors")}
+    return arrays, _read_json(folder / "minigpt_tokenizer.json"), manifest
+
+
+def load_model(folder: Path) -> tuple[dict[str, np.ndarray], dict, dict | None]:
+    """A step folder or a Hugging Face GPT-2 -> (weights, GPTConfig's fields, tokenizer description if there is one)."""
+    sizes = _sizes(_read_json(folder / "config.json"), folder)
+    tokenizer = folder / "minigpt_tokenizer.json"
+    return _read_weights(folder), sizes, _read_json(tokenizer) if tokenizer.is_file() else None
+
+
+def _read_weights(folder: Path) -> dict[str, np.ndarray]:
+    """Weights by our names, (out, in)."""
+    tensors = _read_tensors(folder / "model.safetensors")
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    weights = {name: tensor for name, tensor in weights.items() if not NOT_WEIGHTS.search(name)}
+    return {name: np.ascontiguousarray(w.T) if CONV1D.search(name) else w for name, w in weights.items()}
+
+
+def _read_tensors(path: Path) -> dict[str, np.ndarray]:
     try:
-        tensors = {kind: load_tensors(contents[f"{kind}.safetensors"]) for kind in ("model", "optimizer")}
+        return load_tensors(_read(path))
     except SafetensorError as error:
-        raise BadInput(f"{folder}: not readable as safetensors ({error})") from None
-    weights = {name.removeprefix("transformer."): w for name, w in tensors["model"].items()}
-    weights = {name: w for name, w in weights.items() if not NOT_WEIGHTS.search(name)}
-    weights = {name: np.ascontiguousarray(w.T) if CONV1D.search(name) else w for name, w in weights.items()}
-    tokenizer = json.loads(contents["minigpt_tokenizer.json"])
-    return {"model": weights, "optimizer": tensors["optimizer"]}, tokenizer, manifest
+        raise BadInput(f"{path}: not readable as safetensors ({error}): use another checkpoint") from None
 
 
-def find(wanted: str, out: str | None = None) -> Path:
-    """The step folder that "auto" (in `out`, else in the newest run), a run folder or a step folder means."""
+def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("latest.json",)) -> Path:
+    """The folder of a model that `wanted` means: "auto" (in `out`, else the newest run), a run folder, or the folder.
+
+    pointers: which of a run's checkpoints to take, the first that is there.
+    """
     folder = Path(wanted)
     if wanted == "auto":
-        runs = [Path(out)] if out else sorted(Path("runs").glob("*"), key=lambda p: p.stat().st_mtime)
+        runs = [Path(out)] if out else sorted(Path("runs").glob("*"), key=lambda path: path.stat().st_mtime)
         runs = [run for run in runs if (run / "latest.json").is_file()]
         if not runs:
-            raise BadInput(f"--resume auto: no checkpoint in {out or 'runs'}")
+            raise BadInput(f"no checkpoint in {out or 'runs'}: train one first, or name its folder")
         folder = runs[-1]
-    if (folder / "manifest.json").is_file():
-        return folder
-    if (folder / "latest.json").is_file():
-        step = _read_json(folder / "latest.json").get("step")
-        if not isinstance(step, int):
-            raise BadInput(f"{folder / 'latest.json'}: damaged, no step in it: name a step folder")
-        return folder / f"step-{step}"
-    raise BadInput(f"{folder}: no checkpoint there (neither latest.json nor manifest.json)")
+    for pointer in pointers:
+        if (folder / pointer).is_file():
+            step = _read_json(folder / pointer).get("step")
+            if not isinstance(step, int):
+                raise BadInput(f"{folder / pointer}: damaged, no step in it: name a step folder")
+            return folder / f"step-{step}"
+    if not (folder / "config.json").is_file():
+        raise BadInput(f"{folder}: no checkpoint there: neither {pointers[-1]} of a run nor config.json of a model")
+    return folder
 
 
 def read_manifest(folder: Path) -> dict:
@@ -156,6 +173,24 @@ def hugging_face_config(config: dict) -> dict:
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
     }
+
+
+def _sizes(config: dict, folder: Path) -> dict:
+    """The inverse of hugging_face_config. BadInput where the model is no GPT-2 as this project computes it."""
+    expected = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None}
+    for key, value in expected.items():
+        if config.get(key, value) not in (value, 4 * config["n_embd"] if key == "n_inner" else value):
+            raise BadInput(f"{folder / 'config.json'}: {key} is {config[key]!r}, and only {value!r} is known here")
+    names = {
+        "vocab_size": "vocab_size",
+        "n_positions": "block_size",
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_embd": "n_embd",
+    }
+    if missing := [key for key in names if key not in config]:
+        raise BadInput(f"{folder / 'config.json'}: {missing[0]} is missing")
+    return {ours: config[theirs] for theirs, ours in names.items()}
 
 
 def _remove_old(out: Path) -> None:

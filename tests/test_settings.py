@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def read(*argv: str) -> settings.Request:
-    return settings.read(list(argv), "train.py")
+    return settings.read(list(argv))
 
 
 def faults(*argv: str) -> list[str]:
@@ -55,7 +55,7 @@ def faults(*argv: str) -> list[str]:
         ("--batch 3", "unknown argument --batch: did you mean --batch-size?"),
         ("--steps", "argument --steps: expected one argument (--help lists all)"),
         ("--out a --overwrite --resume b", "--overwrite: cannot be combined with --resume, which continues the run"),
-        ("--resume nowhere", "nowhere: no checkpoint there (neither latest.json nor manifest.json)"),
+        ("--resume nowhere", "nowhere: no checkpoint there: neither latest.json of a run nor config.json of a model"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_flag(argv, line):

@@ -4,29 +4,32 @@ import json
 
 import numpy as np
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiktoken._educational import bpe_train
 
-from data.tokenizer import CharTokenizer, fingerprint, load, train
+from data.batches import Batches
+from data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, decode, fingerprint, load, stream, train
 from run.errors import BadInput
 
-# Lone surrogates (st.text() leaves them out) cannot come from a file, which is UTF-8; as Python strings they work.
-any_string = st.text(st.characters(exclude_categories=()), min_size=1)
+# st.text() leaves out lone surrogates: they cannot come from a file, which is UTF-8.
+any_text = st.text(min_size=1)
 
 
 @settings(deadline=None)
-@given(any_string)
+@given(any_text)
 def test_any_text_survives_encode_and_decode(text):
-    tokenizer = CharTokenizer.from_text(text)
+    tokenizer = train("char", text)
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
+    assert decode(tokenizer, ids) == text
     assert ids.dtype == np.int32
     assert ids.shape == (len(text),)
     assert tokenizer.vocab_size == len(set(text))
 
 
 def test_ids_are_places_in_code_point_order():
-    tokenizer = CharTokenizer.from_text("b🎭aéb\n")
+    tokenizer = train("char", "b🎭aéb\n")
     assert tokenizer.characters == "\nabé🎭"
     assert tokenizer.encode("b🎭aéb\n").tolist() == [2, 4, 1, 3, 2, 0]
 
@@ -34,16 +37,16 @@ def test_ids_are_places_in_code_point_order():
 def test_no_text_is_no_tokens():
     tokenizer = CharTokenizer("ab")
     assert tokenizer.encode("").tolist() == []
-    assert tokenizer.decode([]) == ""
+    assert decode(tokenizer, []) == ""
 
 
 @settings(deadline=None)
 @given(st.text(min_size=1), st.text())
 def test_the_first_unknown_character_is_named_with_its_position(vocabulary, text):
-    tokenizer = CharTokenizer.from_text(vocabulary)
+    tokenizer = train("char", vocabulary)
     unknown = [at for at, character in enumerate(text) if character not in vocabulary]
     if not unknown:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert decode(tokenizer, tokenizer.encode(text)) == text
         return
     with pytest.raises(BadInput) as error:
         tokenizer.encode(text)
@@ -98,3 +101,115 @@ def test_fingerprints_are_equal_exactly_where_vocabularies_are(one, other):
 def test_a_bad_description_is_refused(description):
     with pytest.raises(BadInput):
         load(description)
+
+
+# ---- bytes and byte pairs
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train("bpe", "the theme of these theses, they then thought, is that that thaws. " * 3, 300)
+
+
+@settings(deadline=None)
+@given(any_text)
+def test_bytes_and_byte_pairs_know_every_text(bpe, text):
+    for tokenizer in (ByteTokenizer(), bpe):
+        ids = tokenizer.encode(text)
+        assert decode(tokenizer, ids) == text, tokenizer.kind
+        assert ids.dtype == np.int32
+        assert ids.size == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
+
+
+@settings(deadline=None)
+@given(st.binary())
+def test_any_bytes_survive_as_tokens(bpe, raw):
+    for tokenizer in (ByteTokenizer(), bpe):
+        single = {tokenizer.token_bytes(token): token for token in range(256)}
+        assert b"".join(tokenizer.token_bytes(single[raw[i : i + 1]]) for i in range(len(raw))) == raw, tokenizer.kind
+        assert decode(tokenizer, [single[raw[i : i + 1]] for i in range(len(raw))]) == raw.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    "text", ["it's a test, it's the best test of tests 1 2 12 112", "aaaa aaab aab abab\n\n  aba  ", "é世é世 世é"]
+)
+def test_byte_pairs_are_those_of_tiktoken_s_educational_trainer(text):
+    ours = train("bpe", text * 2, 1000)  # until no pair is left
+    theirs = bpe_train(text * 2, ours.vocab_size, WORDS, visualise=None)
+    assert [bytes.fromhex(token) for token in ours.tokens] == list(theirs)
+
+
+def test_a_text_that_runs_out_of_pairs_gives_a_smaller_vocabulary():
+    tokenizer = train("bpe", "ab ab", 1000)
+    assert [tokenizer.token_bytes(token) for token in range(256, tokenizer.vocab_size)] == [b"ab", b" ab"]
+
+
+def test_token_ids_beyond_16_bits():
+    pairs = [bytes([a, b]).hex() for a in range(256) for b in range(256)]
+    tokenizer = BPETokenizer([bytes([a]).hex() for a in range(256)] + pairs, pattern=r"(?s).+")
+    assert tokenizer.vocab_size == 256 + 65536
+    last = bytes([0xC3, 0xBF]).decode()  # "ÿ", two bytes, one token
+    ids = tokenizer.encode(last + "zz")
+    assert ids.tolist() == [256 + 0xC3 * 256 + 0xBF, 256 + ord("z") * 257]
+    assert decode(tokenizer, ids) == last + "zz"
+    rows = Batches(np.full(100, 65791, dtype=np.int32), block_size=4, batch_size=2, seed=0)
+    assert rows.get("train", 0, 0)[0].max() == 65791
+
+
+@pytest.mark.parametrize("tokens", [[], ["61"], [bytes([b]).hex() for b in range(256)] * 2, ["zz"], [None]])
+def test_a_damaged_vocabulary_is_refused_before_tiktoken_can_panic(tokens):
+    with pytest.raises(BadInput, match="bpe tokenizer"):
+        load({"kind": "bpe", "tokens": tokens, "pattern": WORDS})
+
+
+def test_every_kind_comes_back_from_its_description(bpe):
+    for tokenizer in (train("char", "abc"), ByteTokenizer(), bpe):
+        again = load(json.loads(json.dumps(tokenizer.describe())))
+        assert fingerprint(again) == fingerprint(tokenizer)
+        assert again.encode("abc").tolist() == tokenizer.encode("abc").tolist()
+
+
+def test_half_a_surrogate_pair_is_named():
+    with pytest.raises(BadInput, match=r"at position 2 is half a character"):
+        ByteTokenizer().encode("ab\ud83c")
+
+
+def test_the_stream_holds_back_an_unfinished_character():
+    tokenizer = ByteTokenizer()
+    pieces = []
+    for piece in stream(tokenizer, tokenizer.encode("a🎉b")):
+        pieces.append(piece)
+    assert pieces == ["a", "🎉", "b"]
+    assert list(stream(tokenizer, tokenizer.encode("🎉")[:2])) == ["\ufffd"]
+
+
+# ---- GPT-2's vocabulary
+
+
+def test_gpt2_without_network_and_files_says_what_to_put_where(monkeypatch, tmp_path):
+    def no_network(url, timeout):
+        assert timeout <= 10
+        raise OSError("no route")
+
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(BadInput) as error:
+        train("gpt2", "")
+    (line,) = str(error.value).splitlines()
+    assert "vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee" in line
+    assert "encoder.json as 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6" in line
+    assert str(tmp_path) in line
+
+
+def test_gpt2_from_the_cache_asks_no_network(monkeypatch, tmp_path):
+    for key in ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"):
+        (tmp_path / key).write_text("")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("the network was asked"))
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: tiktoken_like(name))
+    assert train("gpt2", "").encode("ab").tolist() == [97, 98]
+
+
+def tiktoken_like(name: str) -> tiktoken.Encoding:
+    ranks = {bytes([b]): b for b in range(256)}
+    return tiktoken.Encoding(name, pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
