@@ -140,7 +140,7 @@ def load(s: SampleSettings) -> tuple[backends.Backend, object, GPTConfig]:
 
 
 def sample(s: SampleSettings) -> None:
-    """Prints the prompt and what the model makes of it, token by token; a terminal without a prompt is asked for more."""
+    """Prints the prompt and what the model makes of it, token by token; a terminal is asked for prompts."""
     backend, tokenizer, config = load(s)
     prompt = read_text(Path(s.prompt_file)) if s.prompt_file is not None else s.prompt
     ask = prompt is None and sys.stdin.isatty()

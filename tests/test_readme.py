@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from amp.policy import TABLE
+from sample import SampleSettings
 from settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +36,8 @@ def test_every_source_file_has_a_test_file():
 
 
 def test_every_flag_that_is_shown_exists():
-    ours = {f"--{name.replace('_', '-')}" for name in Settings.__dataclass_fields__} | {"--help"}
+    fields = {*Settings.__dataclass_fields__, *SampleSettings.__dataclass_fields__}
+    ours = {f"--{name.replace('_', '-')}" for name in fields} | {"--help"}
     kin = {"--initial-loss-scale", "--hysteresis"}  # Megatron-LM's
     assert set(re.findall(r"--[a-z][a-z-]+", README)) - kin <= ours
 
