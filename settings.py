@@ -61,7 +61,9 @@ class Settings:
 
     eval_every: int = flag(250, "steps between validations; 0: only at the end")
     log_every: int = flag(10, "steps between log lines")
-    save_every: int | None = flag(None, "steps between checkpoints; 0: only at the end; default: --eval-every")
+    save_every: int | None = flag(
+        None, "steps between checkpoints besides the best and the last; default: --eval-every"
+    )
     out: str | None = flag(None, "run folder; default: runs/DATE-TIME-PRESET-DTYPE")
     resume: str | None = flag(None, "auto (the newest checkpoint of --out) or a run or step folder")
     overwrite: bool = flag(False, "replace the run that --out holds")
@@ -70,9 +72,10 @@ class Settings:
 
 
 # What belongs to one process or one machine, so that a checkpoint does not keep it.
-NOT_SAVED = ("device", "out", "resume", "overwrite")
+NOT_SAVED = ("device", "out", "resume", "overwrite", "compile", "deterministic")
 # What a checkpoint's weights depend on: a resumed run must not change these.
 FIXED = ("n_layer", "n_head", "n_embd", "block_size", "tokenizer", "vocab_size")
+LARGEST = 2**20  # of a size; beyond it a typing error is likelier than a model
 
 
 class Request(NamedTuple):
@@ -93,7 +96,12 @@ def read(argv: list[str] | None) -> Request:
             resume_from = checkpoint.find(flags["resume"], flags.get("out"))
             saved = checkpoint.read_manifest(resume_from)["settings"]
         except BadInput as error:
-            faults.append(str(error))
+            faults.append(f"--resume {error}")
+        faults += [
+            f"{name_of(name)}: a resumed run has it from its checkpoint"
+            for name in ("preset", "init_scale")
+            if name in flags
+        ]
     for name in FIXED:
         if saved and name in flags and flags[name] != saved.get(name, getattr(Settings, name)):
             faults.append(f"{name_of(name)} {flags[name]}: the checkpoint in {resume_from} has {saved.get(name)}")
@@ -111,10 +119,12 @@ def read(argv: list[str] | None) -> Request:
         preset = "gpu" if hardware and hardware.device.startswith("cuda") else "cpu"
         asked = {**PRESETS[preset], **asked, "preset": preset}
     settings = Settings(**asked)
-    faults += _faults(settings, flags, hardware)
+    faults += _faults(settings, flags, hardware, resume_from)
     if faults:
         raise BadInput("\n".join(faults))
     asked["dtype"] = hardware.dtype
+    if settings.corpus not in tinyshakespeare.NAMES:
+        asked["corpus"] = os.path.abspath(settings.corpus)  # a resumed run may start elsewhere
     scaling = "off" if hardware.dtype == "fp32" else "on"
     settings = replace(
         settings,
@@ -129,7 +139,7 @@ def read(argv: list[str] | None) -> Request:
     return Request(settings, asked, hardware, resume_from)
 
 
-def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None) -> list[str]:
+def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_from: Path | None) -> list[str]:
     """What is wrong with the values, each in one line that names the flag."""
     faults = []
 
@@ -150,6 +160,10 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None) -> list
     ):
         value = getattr(s, name)
         require(value > 0, f"{name_of(name)} {value}: must be at least 1")
+        require(
+            value <= LARGEST or name in ("steps", "growth_interval"),
+            f"{name_of(name)} {value}: must be at most {LARGEST}",
+        )
     for name in ("warmup", "eval_every", "save_every", "max_skips"):
         value = getattr(s, name)
         require(value is None or value >= 0, f"{name_of(name)} {value}: must not be negative")
@@ -182,27 +196,32 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None) -> list
             f"--compile: cannot be combined with emulated {hardware.dtype}: use --dtype fp32 or drop it",
         )
         if hardware.device == "cpu":
-            compiler = os.environ.get("CXX") or next((c for c in ("g++", "clang++", "cl") if shutil.which(c)), None)
-            require(compiler is not None, "--compile: needs a C++ compiler on the CPU, and none is on PATH")
+            compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "cl"]
+            found = any(shutil.which(compiler) for compiler in compilers)
+            require(found, f"--compile: needs a C++ compiler on the CPU: none of {', '.join(compilers)} is there")
         require(hardware.device != "mps", "--compile: not supported on mps")
     if s.corpus not in tinyshakespeare.NAMES:
-        path = Path(s.corpus)
-        require(
-            path.exists(), f"--corpus {path}: no such file (names without a file: {', '.join(tinyshakespeare.NAMES)})"
-        )
-        require(not path.exists() or path.is_file(), f"--corpus {path}: not a file")
-        require(not path.is_file() or os.access(path, os.R_OK), f"--corpus {path}: not readable")
+        names = ", ".join(tinyshakespeare.NAMES)
+        found, readable = os.path.isfile(s.corpus), os.access(s.corpus, os.R_OK)
+        if os.path.exists(s.corpus):
+            require(found, f"--corpus {s.corpus}: not a file: use a text file, or {names}")
+            require(readable, f"--corpus {s.corpus}: not readable: change its permissions or use another file")
+        else:
+            faults.append(f"--corpus {s.corpus}: no such file (names without a file: {names})")
     require(not (s.resume and s.overwrite), "--overwrite: cannot be combined with --resume, which continues the run")
-    out = Path(s.out or "runs")
-    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    require(s.out != "", "--out: is empty: name a folder")
+    source = resume_from.parent if resume_from else None  # the run that is resumed
+    out = Path(s.out) if s.out else source or Path("runs")
+    existing = next(path for path in (out, *out.absolute().parents) if os.path.exists(path))
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    require(
-        writable,
-        f"--out {out}: cannot be written, {existing} is {'not writable' if existing.is_dir() else 'not a folder'}",
-    )
-    if s.out and writable and not s.resume and not s.overwrite:
+    kind = "not writable" if existing.is_dir() else "not a folder"
+    require(writable, f"--out {out}: cannot be written, {existing} is {kind}")
+    if source and out.absolute() == source.absolute():
+        newest = checkpoint.find(str(source)) if os.path.exists(source / "latest.json") else resume_from
         require(
-            not checkpoint.holds_run(out),
-            f"--out {out}: holds a run: --resume auto continues it, --overwrite replaces it",
+            newest.name == resume_from.name,
+            f"--resume {resume_from}: {newest.name} is newer: go on in another folder with --out",
         )
+    elif (s.out or source) and not s.overwrite and writable and checkpoint.holds_run(out):
+        faults.append(f"--out {out}: holds a run: --resume {out} continues it, --overwrite replaces it")
     return faults

@@ -29,6 +29,10 @@ EVALUATION_ROWS = 64
 SAMPLE_TOKENS = 200
 
 
+class Diverged(RuntimeError):
+    """The run came to its end, but not to a model."""
+
+
 def train(request: Request) -> None:
     """One training run, from reading the corpus to a sample of the trained model."""
     settings, hardware, resume_from = request.settings, request.hardware, request.resume_from
@@ -105,19 +109,18 @@ def train(request: Request) -> None:
                 seconds=seconds,
             )
             log.write(row)
-            progress.show(row)
-            if save or is_best:
+            if (save or is_best) and math.isfinite(mean):  # a diverged model must not push out the last good one
                 state = manifest_of(request, config, corpus, tokenizer, scaler, best_val)
                 checkpoint.save(out, done, backend.state(), asdict(config), tokenizer.describe(), state, is_best)
+            progress.show(row)  # after saving: a terminal that went away must not cost the checkpoint
             started, last_row_at = time.perf_counter(), done
 
-    plot(
-        read_log(out / "log.csv"),
-        out / "loss.png",
-        f"{corpus.name}, {parameter_count(config):,} parameters, {hardware.dtype}",
-    )
     speed = (settings.steps - first_step) * tokens_per_step / seconds
-    print_end(config, hardware, backend, tokenizer, row, speed, out)
+    if not math.isfinite(row.val):
+        raise Diverged(f"the validation loss is {row.val}: lower --lr; the log is {out / 'log.csv'}")
+    print_end(config, hardware, row, speed, out)
+    print_sample(config, backend, tokenizer)
+    draw(out, f"{corpus.name}, {parameter_count(config):,} parameters, {hardware.dtype}")
 
 
 def is_due(every: int, done: int) -> bool:
@@ -149,7 +152,12 @@ def check_resume(settings: Settings, manifest: dict, corpus, resume_from: Path) 
 
 def restore_scaler(scaler: DynamicLossScaler, settings: Settings, manifest: dict) -> None:
     if settings.loss_scaling == "on" and manifest["compute"]["loss_scaling"] == "on":
-        scaler.load_state_dict(manifest["scaler"] | {"growth_interval": settings.growth_interval})
+        tracker = min(
+            manifest["scaler"]["_growth_tracker"], settings.growth_interval - 1
+        )  # the interval may be shorter now
+        scaler.load_state_dict(
+            manifest["scaler"] | {"growth_interval": settings.growth_interval, "_growth_tracker": tracker}
+        )
     scaler.skipped_steps, scaler.consecutive_skips = manifest["skipped"], manifest["consecutive_skips"]
 
 
@@ -214,26 +222,50 @@ def print_header(settings, hardware, config: GPTConfig, corpus, batches: Batches
     )
 
 
-def print_end(config: GPTConfig, hardware, backend, tokenizer, row: Row, speed: float, out: Path) -> None:
+def print_end(config: GPTConfig, hardware, row: Row, speed: float, out: Path) -> None:
     peak = peak_flops(hardware.device_name, hardware.dtype)
     mfu = f"{speed * flops_per_token(config) / peak:.1%}" if peak else "n/a (peak of this device not known)"
-    print(f"done    val {row.val:.4f} ± {row.val_error:.4f} | {thousands(speed)} tok/s | MFU {mfu}")
+    python, script, folder = (shlex.quote(shown(path)) for path in (sys.executable, __file__, str(out)))
+    print(
+        f"done    val {row.val:.4f} ± {row.val_error:.4f} | {thousands(speed)} tok/s | MFU {mfu}\n"
+        f"saved   {out / f'step-{row.step}'}, {out / 'log.csv'}\n"
+        f"go on   {python} {script} --resume {folder} --steps {2 * row.step}\n"
+        f"sample  {python} {shlex.quote(shown(Path(__file__).with_name('sample.py')))} --checkpoint {folder}",
+        flush=True,
+    )
+
+
+def shown(path: str | Path) -> str:
+    """A path as a person would type it: relative where it lies below the current folder."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def print_sample(config: GPTConfig, backend, tokenizer) -> None:
     drawn = generate(backend.logits, start_of_text(tokenizer), config.block_size, SAMPLE_TOKENS)
-    print("sample\n" + tokenizers.decode(tokenizer, drawn).strip() + "\n")
-    python = os.path.relpath(sys.executable)
-    python = "python" if python.startswith("..") else python
-    print(f"picture {out / 'loss.png'}\nlog     {out / 'log.csv'}\ncheckpoint {out / f'step-{row.step}'}")
-    print(f"go on   {python} train.py --resume {shlex.quote(str(out))} --steps {2 * row.step}")
+    print("\n" + tokenizers.decode(tokenizer, drawn).strip() + "\n", flush=True)
+
+
+def draw(out: Path, title: str) -> None:
+    """The picture of the run. It is not worth losing a run's last lines for: a failure is a note."""
+    try:
+        plot(read_log(out / "log.csv"), out / "loss.png", title)
+        print(f"picture {out / 'loss.png'}")
+    except (ImportError, OSError, ValueError) as error:
+        print(f"note    no picture: {error}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 trained, 1 diverged or out of memory, 2 bad input, 130 interrupted."""
     try:
         return run_script("train.py", lambda: train(read(argv)))
-    except TooManySkips as error:
+    except (TooManySkips, Diverged) as error:
         print(f"train.py: stopped: {error}", file=sys.stderr)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+        # torch.OutOfMemoryError on CUDA; a plain RuntimeError of the allocator on a CPU
+        if type(error).__name__ not in ("MemoryError", "OutOfMemoryError") and "can't allocate memory" not in str(
+            error
+        ):
             raise
         print("train.py: out of memory: use a smaller --batch-size with more --accumulation", file=sys.stderr)
     return 1

@@ -231,9 +231,10 @@ class DynamicLossScaler:
             return
         if not state_dict:
             raise RuntimeError("The source state dict is empty, possibly because it was saved from a disabled scaler.")
-        self._scale = self._bounded(state_dict["scale"])
-        self._growth_factor, self._backoff_factor = state_dict["growth_factor"], state_dict["backoff_factor"]
-        self._growth_interval, self._growth_tracker = state_dict["growth_interval"], state_dict["_growth_tracker"]
+        scale, factors = self._bounded(state_dict["scale"]), (state_dict["growth_factor"], state_dict["backoff_factor"])
+        interval, tracker = state_dict["growth_interval"], state_dict["_growth_tracker"]
+        self._scale, (self._growth_factor, self._backoff_factor) = scale, factors
+        self._growth_interval, self._growth_tracker = interval, tracker
 
     def __getstate__(self) -> dict:
         if self._stages:  # ids of optimizers mean nothing in another process

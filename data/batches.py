@@ -11,7 +11,6 @@ import numpy as np
 from run.errors import BadInput
 
 SPLITS = ("train", "val")
-TRAIN_SHARE = 0.9
 
 
 class Batches:
@@ -21,7 +20,7 @@ class Batches:
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int, batch_size: int, seed: int):
-        cut = int(len(tokens) * TRAIN_SHARE)
+        cut = len(tokens) * 9 // 10
         self.tokens = {"train": tokens[:cut], "val": tokens[cut:]}
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
         if len(self.tokens["train"]) < block_size + 1 or len(self.tokens["val"]) < 2:
@@ -53,10 +52,8 @@ class Batches:
 
 def smallest_text(block_size: int) -> int:
     """Tokens that a corpus needs at least for this block size: both splits must hold something to predict."""
-    n = block_size + 3
-    while int(n * TRAIN_SHARE) < block_size + 1 or n - int(n * TRAIN_SHARE) < 2:
-        n += 1
-    return n
+    for_training = -(-(block_size + 1) * 10 // 9)  # the least n with 9 n / 10, rounded down, of block_size + 1
+    return max(for_training, 11)  # of 11, 2 remain for validation
 
 
 def mean_loss(evaluate, windows) -> tuple[float, float]:

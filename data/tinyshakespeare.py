@@ -126,13 +126,17 @@ def _tiny_shakespeare() -> tuple[bytes, tuple[str, ...]]:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for this project, by the platform's custom."""
+    """The user's cache folder for this project, by the platform's custom; a temporary one for a user without a home."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path(tempfile.gettempdir())
     if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = home / "Library" / "Caches"
     else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
     return Path(base) / "minigpt"
 
 

@@ -10,6 +10,7 @@
 A folder is built under another name, flushed, and renamed to step-N, so a step-N that exists is complete.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,7 +26,13 @@ from safetensors.numpy import save as dump_tensors
 from run.errors import BadInput
 
 FORMAT_VERSION = 1
-STEP_FOLDER = re.compile(r"step-\d+|\.step-\d+\.\d+\.(tmp|old)")  # finished, or left by a process that died
+STEP_FOLDER = re.compile(r"step-(\d+)", re.ASCII)
+FILES = ("config.json", "model.safetensors", "minigpt_tokenizer.json", "optimizer.safetensors")
+# What a manifest must have, and of which type, before anything is read from it.
+MANIFEST = {
+    "step": int, "settings": dict, "config": dict, "scaler": dict, "skipped": int, "consecutive_skips": int,
+    "corpus": dict, "compute": dict, "tokenizer_fingerprint": str, "sha256": dict,
+}  # fmt: skip
 KEPT = 2  # newest checkpoints that stay; the best one stays too
 CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
 NOT_WEIGHTS = re.compile(r"(^lm_head\.weight|\.attn\.bias|\.attn\.masked_bias)$")  # tied, and causal masks of old files
@@ -38,12 +45,12 @@ def save(out: Path, step: int, arrays: dict, config: dict, tokenizer: dict, mani
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        weights = {n: np.ascontiguousarray(w.T) if CONV1D.search(n) else w for n, w in arrays["model"].items()}
+        weights = {name: w.T if CONV1D.search(name) else w for name, w in arrays["model"].items()}
         files = {
             "config.json": _json(hugging_face_config(config)),
-            "model.safetensors": dump_tensors(weights, metadata={"format": "pt"}),
+            "model.safetensors": dump_tensors(_contiguous(weights), metadata={"format": "pt"}),
             "minigpt_tokenizer.json": _json(tokenizer),
-            "optimizer.safetensors": dump_tensors(arrays["optimizer"]),
+            "optimizer.safetensors": dump_tensors(_contiguous(arrays["optimizer"])),
         }
         hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
         manifest = {"format_version": FORMAT_VERSION, "step": step, **manifest, "sha256": hashes}
@@ -109,46 +116,56 @@ def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("late
     """
     folder = Path(wanted)
     if wanted == "auto":
-        runs = [Path(out)] if out else sorted(Path("runs").glob("*"), key=lambda path: path.stat().st_mtime)
-        runs = [run for run in runs if (run / "latest.json").is_file()]
+        runs = [Path(out)] if out else _entries(Path("runs"))
+        runs = [run for run in runs if os.path.isfile(run / "latest.json")]
         if not runs:
             raise BadInput(f"no checkpoint in {out or 'runs'}: train one first, or name its folder")
-        folder = runs[-1]
+        folder = max(runs, key=lambda run: os.path.getmtime(run / "latest.json"))
     for pointer in pointers:
-        if (folder / pointer).is_file():
-            step = _read_json(folder / pointer).get("step")
-            if not isinstance(step, int):
-                raise BadInput(f"{folder / pointer}: damaged, no step in it: name a step folder")
-            return folder / f"step-{step}"
-    if not (folder / "config.json").is_file():
+        if os.path.isfile(folder / pointer):
+            return folder / f"step-{_pointed(folder / pointer)}"
+    if not os.path.isfile(folder / "config.json"):
         raise BadInput(f"{folder}: no checkpoint there: neither {pointers[-1]} of a run nor config.json of a model")
     return folder
 
 
 def read_manifest(folder: Path) -> dict:
-    manifest = _read_json(folder / "manifest.json")
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise BadInput(
-            f"{folder}: format version {manifest.get('format_version')}, this version reads {FORMAT_VERSION}"
-        )
-    if not isinstance(manifest.get("sha256"), dict) or "step" not in manifest:
-        raise BadInput(f"{folder / 'manifest.json'}: damaged: use another checkpoint")
+    """BadInput where it is of another version, or lacks what a resumed run needs."""
+    path = folder / "manifest.json"
+    manifest = _read_json(path)
+    if (version := manifest.get("format_version")) != FORMAT_VERSION:
+        raise BadInput(f"{path}: format version {version}, this version reads {FORMAT_VERSION}")
+    for key, kind in MANIFEST.items():
+        if type(manifest.get(key)) is not kind:
+            raise BadInput(f"{path}: damaged, {key} is missing or wrong: use another checkpoint")
+    if set(manifest["sha256"]) != set(FILES):
+        raise BadInput(f"{path}: damaged, it names other files than {', '.join(FILES)}: use another checkpoint")
     return manifest
 
 
 def holds_run(out: Path) -> bool:
-    return any((out / name).exists() for name in ("latest.json", "log.csv")) or any(
-        STEP_FOLDER.fullmatch(p.name) for p in out.glob("*")
-    )
+    """Whether there is a checkpoint to lose; a log alone is of a run that never came to one."""
+    return os.path.exists(out / "latest.json") or any(_is_ours(path) for path in _entries(out))
 
 
 def remove_run(out: Path) -> None:
     """Deletes what a run wrote in `out`, and nothing else."""
-    for path in out.glob("*"):
-        if STEP_FOLDER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in _entries(out):
+        if _is_ours(path):
+            shutil.rmtree(path)
     for name in ("latest.json", "best.json", "log.csv", "loss.png"):
         (out / name).unlink(missing_ok=True)
+
+
+def _entries(out: Path) -> list[Path]:
+    return sorted(out.iterdir()) if os.path.isdir(out) else []
+
+
+def _is_ours(path: Path) -> bool:
+    """A finished step folder, or one that a process left behind when it died."""
+    if re.fullmatch(r"\.step-\d+\.\d+\.(tmp|old)", path.name, re.ASCII):
+        return True
+    return bool(STEP_FOLDER.fullmatch(path.name)) and (path / "manifest.json").is_file()
 
 
 def hugging_face_config(config: dict) -> dict:
@@ -194,11 +211,21 @@ def _sizes(config: dict, folder: Path) -> dict:
 
 
 def _remove_old(out: Path) -> None:
-    steps = sorted((int(p.name[5:]) for p in out.glob("step-*") if p.name[5:].isdigit()), reverse=True)
-    pointed = [_read_json(out / name)["step"] for name in ("latest.json", "best.json") if (out / name).is_file()]
-    for step in steps[KEPT:]:
+    steps = [int(found[1]) for path in _entries(out) if _is_ours(path) and (found := STEP_FOLDER.fullmatch(path.name))]
+    pointed = []
+    for name in ("latest.json", "best.json"):
+        with contextlib.suppress(BadInput):  # a damaged pointer is no reason to end a run
+            pointed.append(_pointed(out / name))
+    for step in sorted(steps)[:-KEPT]:
         if step not in pointed:
             shutil.rmtree(out / f"step-{step}", ignore_errors=True)
+
+
+def _pointed(pointer: Path) -> int:
+    step = _read_json(pointer).get("step")
+    if type(step) is not int:
+        raise BadInput(f"{pointer}: damaged, no step in it: name a step folder")
+    return step
 
 
 def _point(path: Path, content: dict) -> None:
@@ -209,6 +236,11 @@ def _point(path: Path, content: dict) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _flush_folder(path.parent)
+
+
+def _contiguous(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """safetensors writes the memory behind an array as it lies, so it must lie in C order."""
+    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
 
 
 def _json(content: dict) -> bytes:
@@ -240,7 +272,11 @@ def _read(path: Path) -> bytes:
 
 
 def _read_json(path: Path) -> dict:
+    content = _read(path)
     try:
-        return json.loads(_read(path))
-    except ValueError as error:  # not JSON, or not UTF-8
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise BadInput(f"{path}: damaged, not JSON ({error}): use another checkpoint") from None
+    if not isinstance(value, dict):
+        raise BadInput(f"{path}: damaged, not a JSON object: use another checkpoint")
+    return value

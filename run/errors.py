@@ -10,6 +10,9 @@ class BadInput(ValueError):
 
 def run_script(name: str, script: Callable[[], None]) -> int:
     """Runs a script and returns its exit status: 0, 2 for bad input, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that knows no "±" is no reason to lose a run
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         script()
         return 0

@@ -2,6 +2,8 @@
 
 import argparse
 import difflib
+import re
+import sys
 from dataclasses import field, fields
 
 from run.errors import BadInput
@@ -29,7 +31,7 @@ def read_flags(cls: type, argv: list[str] | None, prog: str, description: str) -
         metavar = "|".join(choices) if choices else {int: "N", float: "X", str: "TEXT"}[kind]
         parser.add_argument(name_of(f), metavar=metavar, default=argparse.SUPPRESS, help=help)
     parser.error = _raise
-    known, unknown = parser.parse_known_args(argv)
+    known, unknown = parser.parse_known_args(_join_negative_numbers(sys.argv[1:] if argv is None else argv))
     values, faults = {}, []
     for before, word in zip(["", *unknown], unknown, strict=False):
         if not before.startswith("--") or word.startswith("--"):  # else it is the value of the unknown flag before it
@@ -47,6 +49,17 @@ def read_flags(cls: type, argv: list[str] | None, prog: str, description: str) -
         except ValueError:
             faults.append(f"{name_of(f)} {value}: not {'a whole number' if _type(f) is int else 'a number'}")
     return values, faults
+
+
+def _join_negative_numbers(argv: list[str]) -> list[str]:
+    """["--lr", "-1e-3"] -> ["--lr=-1e-3"], which argparse would take for two flags."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1].startswith("--") and re.fullmatch(r"-(\d|\.\d|inf|nan).*", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def name_of(f) -> str:

@@ -1,6 +1,7 @@
 """What a program reads: log.csv, one row every --log-every steps and one for each validation."""
 
 import csv
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +26,14 @@ class Log:
     """Appends rows to a CSV file, each flushed; a resumed run first drops the rows after its checkpoint."""
 
     def __init__(self, path: Path, first_step: int = 0):
-        kept = [row for row in read_log(path) if row.step <= first_step] if path.exists() and first_step else []
-        self.file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115, closed in __exit__
+        kept = [row for row in _read_or_set_aside(path) if row.step <= first_step] if first_step else []
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # so that a crash here loses no row
+        self.file = open(temporary, "w", newline="", encoding="utf-8")  # noqa: SIM115, closed in __exit__
         self.writer = csv.writer(self.file)
         self.writer.writerow(Row._fields)
         for row in kept:
             self.write(row)
+        temporary.replace(path)
 
     def write(self, row: Row) -> None:
         self.writer.writerow(["" if value is None else value for value in row])
@@ -41,6 +44,15 @@ class Log:
 
     def __exit__(self, *exception):
         self.file.close()
+
+
+def _read_or_set_aside(path: Path) -> list[Row]:
+    """The rows; of a log that cannot be read, none, and the file stays as log.csv.damaged."""
+    try:
+        return read_log(path) if path.exists() else []
+    except (ValueError, TypeError, csv.Error):
+        path.replace(path.with_name(path.name + ".damaged"))
+        return []
 
 
 def read_log(path: Path) -> list[Row]:

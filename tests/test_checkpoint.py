@@ -28,6 +28,9 @@ FILES = {
     "optimizer.safetensors",
     "manifest.json",
 }
+# What train.py adds to a manifest, of the types that it must have.
+ABOUT = {"best_val": 1.0, "skipped": 0, "consecutive_skips": 0, "tokenizer_fingerprint": ""}
+ABOUT |= {key: {} for key in ("settings", "config", "scaler", "corpus", "compute")}
 
 
 def arrays(seed: int = 0) -> dict:
@@ -44,7 +47,7 @@ def arrays(seed: int = 0) -> dict:
 def save(out: Path, step: int, best: bool = False, seed: int | None = None) -> Path:
     """A checkpoint whose arrays are drawn with `seed`, by default the step."""
     state = arrays(step if seed is None else seed)
-    return checkpoint.save(out, step, state, asdict(CONFIG), TOKENIZER, {"best_val": 1 / 3}, best)
+    return checkpoint.save(out, step, state, asdict(CONFIG), TOKENIZER, ABOUT | {"best_val": 1 / 3}, best)
 
 
 def assert_same(got: dict, expected: dict) -> None:
@@ -94,7 +97,7 @@ def test_arrays_tokenizer_and_manifest_come_back_as_they_were(tmp_path):
 
 def test_saving_leaves_the_arrays_alone(tmp_path):
     state = arrays(1)
-    checkpoint.save(tmp_path, 1, state, asdict(CONFIG), TOKENIZER, {"best_val": 1.0})
+    checkpoint.save(tmp_path, 1, state, asdict(CONFIG), TOKENIZER, ABOUT)
     assert_same(state, arrays(1))
 
 
@@ -305,7 +308,7 @@ def test_auto_without_out_means_the_newest_run_with_a_checkpoint(tmp_path, monke
         run.mkdir(parents=True)
         if name != "empty":
             save(run, 4 + age)
-        os.utime(run, (1e9 - age, 1e9 - age))
+            os.utime(run / "latest.json", (1e9 - age, 1e9 - age))
     assert checkpoint.find("auto") == Path("runs", "newest", "step-5")
 
 
@@ -342,7 +345,9 @@ def test_a_run_is_recognised_and_removed(tmp_path):
     assert not checkpoint.holds_run(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "step-1.txt", "mine/log.csv", "step-by-step/notes.txt"])
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "step-1.txt", "mine/log.csv", "step-by-step/notes.txt", "step-7/mine.txt"]
+)
 def test_removing_a_run_leaves_foreign_files(tmp_path, name):
     save(tmp_path, 1)
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -398,3 +403,39 @@ def replace_model(folder: Path, raw: bytes) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["sha256"]["model.safetensors"] = hashlib.sha256(raw).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_arrays_that_do_not_lie_in_c_order_are_saved_by_value(tmp_path):
+    matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
+    odd = {"a": matrix.T, "b": matrix[:, ::-1], "c": np.broadcast_to(matrix[0], (4, 3)), "d": np.asfortranarray(matrix)}
+    folder = checkpoint.save(tmp_path, 1, {"model": odd, "optimizer": odd}, asdict(CONFIG), TOKENIZER, ABOUT)
+    arrays, _, _ = checkpoint.load(folder)
+    for kind in arrays:
+        for name, array in odd.items():
+            assert np.array_equal(arrays[kind][name], array), (kind, name)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"null", b"{}", b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize("name", ["manifest.json", "../latest.json"])
+def test_json_of_another_shape_is_damaged_and_no_traceback(tmp_path, name, content):
+    folder = save(tmp_path, 1)
+    (folder / name).write_bytes(content)
+    with pytest.raises(BadInput):
+        checkpoint.load(checkpoint.find(str(tmp_path)))
+
+
+def test_a_damaged_pointer_does_not_end_a_run(tmp_path):
+    save(tmp_path, 1, best=True)
+    (tmp_path / "best.json").write_text("")
+    for step in (2, 3, 4):
+        save(tmp_path, step)
+    assert checkpoint.find(str(tmp_path)).name == "step-4"
+
+
+def test_a_manifest_that_names_other_files_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["sha256"]["../../secret"] = manifest["sha256"].pop("config.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(BadInput, match="names other files"):
+        checkpoint.load(folder)

@@ -8,7 +8,6 @@ import pytest
 
 import sample
 import train
-from data.tokenizer import fingerprint, load
 from run import checkpoint
 from run.errors import BadInput
 from sample import generate, probabilities
@@ -244,7 +243,7 @@ def test_damaged_weights_are_an_error_and_no_text(run_folder, tmp_path, capsys):
     weights, sizes, tokenizer = checkpoint.load_model(run_folder / "step-4")
     weights["ln_f.weight"] = np.full_like(weights["ln_f.weight"], np.nan)
     arrays = {"model": weights, "optimizer": {"step": np.array(0)}}
-    manifest = {"tokenizer_fingerprint": fingerprint(load(tokenizer))}
+    manifest = checkpoint.read_manifest(run_folder / "step-4")
     folder = checkpoint.save(tmp_path, 1, arrays, sizes | {"dropout": 0.0}, tokenizer, manifest)
     assert sample.main(["--checkpoint", str(folder), "--prompt", "1"]) == 2
     assert "logits are not finite" in capsys.readouterr().err

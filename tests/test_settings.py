@@ -39,6 +39,9 @@ def faults(*argv: str) -> list[str]:
         ("--lr inf", "--lr inf: must be a finite number above 0"),
         ("--min-lr 1", "--min-lr 1.0: must be between 0 and --lr 0.001"),
         ("--warmup -1", "--warmup -1: must not be negative"),
+        ("--lr -1e-3", "--lr -0.001: must be a finite number above 0"),
+        ("--block-size 1000000000000", "--block-size 1000000000000: must be at most 1048576"),
+        ("--out=", "--out: is empty: name a folder"),
         ("--beta2 1", "--beta2 1.0: must be in [0, 1)"),
         ("--clip -1", "--clip -1.0: must be a finite number, not negative; 0 is no clipping"),
         ("--seed -1", "--seed -1: must be between 0 and 2^63 - 1"),
@@ -50,12 +53,15 @@ def faults(*argv: str) -> list[str]:
         ("--backend jax", "--backend jax: use one of torch"),
         ("--device tpu", "--device tpu: unknown device, use auto, cpu, cuda, cuda:N or mps"),
         ("--corpus nowhere.txt", "--corpus nowhere.txt: no such file (names without a file: tinyshakespeare, stdlib)"),
-        ("--corpus .", "--corpus .: not a file"),
+        ("--corpus .", "--corpus .: not a file: use a text file, or tinyshakespeare, stdlib"),
         ("--batchsize 3", "unknown argument --batchsize: did you mean --batch-size?"),
         ("--batch 3", "unknown argument --batch: did you mean --batch-size?"),
         ("--steps", "argument --steps: expected one argument (--help lists all)"),
         ("--out a --overwrite --resume b", "--overwrite: cannot be combined with --resume, which continues the run"),
-        ("--resume nowhere", "nowhere: no checkpoint there: neither latest.json of a run nor config.json of a model"),
+        (
+            "--resume nowhere",
+            "--resume nowhere: no checkpoint there: neither latest.json of a run nor config.json of a model",
+        ),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_flag(argv, line):
@@ -93,7 +99,7 @@ def test_out_that_is_a_file_or_below_one(tmp_path):
 
 
 def test_out_that_holds_a_run(tmp_path):
-    (tmp_path / "log.csv").write_text("")
+    (tmp_path / "latest.json").write_text("")
     assert faults("--out", str(tmp_path))[0].startswith(f"--out {tmp_path}: holds a run")
     assert read("--out", str(tmp_path), "--overwrite").settings.overwrite
 

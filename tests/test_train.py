@@ -53,7 +53,9 @@ def test_a_run_shows_and_leaves_all_that_the_readme_promises(run, capsys):
         "scaling dynamic",
         "data ",
         "run     steps 1 to 40",
-        "sample\n",
+        "done    val",
+        "go on ",
+        "picture ",
     ):
         assert start in shown
     number = r"\d+\.\d{4}"
@@ -209,3 +211,55 @@ def test_the_gpu_check_runs_from_end_to_end_on_a_cpu(tmp_path):
     assert result == json.loads(output.splitlines()[-1])
     assert [row["case"] for row in result["rows"]] == ["train/cpu/bf16", "train/cpu/fp16"]
     assert all(row["val"] < row["first_loss"] for row in result["rows"])
+
+
+def test_resume_never_overwrites_another_run_nor_newer_steps(run, capsys):
+    first, _ = run("first", "--steps 3 --save-every 1")
+    second, rows = run("second", "--steps 4")
+    assert train.main(["--resume", str(first), "--steps", "5", "--out", str(second)]) == 2
+    assert train.main(["--resume", str(first / "step-2"), "--steps", "5"]) == 2
+    error = capsys.readouterr().err
+    assert f"--out {second}: holds a run" in error
+    assert "step-3 is newer" in error
+    assert read_log(second / "log.csv") == rows
+    fork = first.parent / "fork"
+    assert train.main(["--resume", str(first / "step-2"), "--steps", "5", "--out", str(fork)]) == 0
+    assert (fork / "step-5").is_dir()
+
+
+def test_a_shorter_growth_interval_on_resume_grows(run):
+    out, _ = run("run", "--steps 5")
+    assert train.main(["--resume", str(out), "--steps", "12", "--growth-interval", "2", "--log-every", "1"]) == 0
+    assert [row.scale for row in read_log(out / "log.csv")][4:8] == [2**15, 2**16, 2**16, 2**17]
+
+
+def test_a_diverged_model_does_not_push_out_the_last_good_one(run, capsys):
+    out, rows = run(
+        "run", "--dtype fp32 --steps 8 --lr 1e30 --warmup 4 --save-every 1 --eval-every 1 --clip 0", status=1
+    )
+    assert not np.isfinite(rows[-1].val)
+    assert "lower --lr" in capsys.readouterr().err
+    assert not list(out.glob("step-[2-8]"))
+
+
+def test_a_picture_that_cannot_be_drawn_costs_a_note(run, monkeypatch, capsys):
+    monkeypatch.setattr("train.plot", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    run("run", "--steps 1")
+    assert "note    no picture: no space" in capsys.readouterr().out
+
+
+def test_a_terminal_without_unicode_is_no_reason_to_lose_a_run(tmp_path, corpus):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [
+        sys.executable,
+        ROOT / "train.py",
+        *TINY.split(),
+        "--steps",
+        "1",
+        "--corpus",
+        corpus,
+        "--out",
+        tmp_path / "r",
+    ]
+    shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert "\\xb1" in shown
