@@ -25,7 +25,7 @@ from sample import generate, start_of_text
 from settings import Request, Settings, read
 
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
-EVALUATION_ROWS = 64
+EVALUATION_TOKENS = 8192  # at a time: enough to be quick, few enough for the logits of a large vocabulary
 SAMPLE_TOKENS = 200
 
 
@@ -40,11 +40,9 @@ def train(request: Request) -> None:
     corpus = load_corpus(settings.corpus)
     if manifest:
         check_resume(settings, manifest, corpus, resume_from)
-    tokenizer = (
-        tokenizers.load(description)
-        if manifest
-        else tokenizers.train(settings.tokenizer, corpus.text, settings.vocab_size)
-    )
+        tokenizer = tokenizers.load(description)
+    else:
+        tokenizer = tokenizers.train(settings.tokenizer, corpus.text, settings.vocab_size)
     batches = Batches(tokenizer.encode(corpus.text), settings.block_size, settings.batch_size, settings.seed)
     sizes = {name: getattr(settings, name) for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout")}
     config = GPTConfig(vocab_size=tokenizer.vocab_size, **sizes)
@@ -62,6 +60,7 @@ def train(request: Request) -> None:
     optimizer = backend.optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tokens_per_step = settings.accumulation * settings.batch_size * settings.block_size
+    evaluation_rows = max(1, EVALUATION_TOKENS // settings.block_size)
     with Log(out / "log.csv", first_step) as log, Progress(first_step, settings.steps) as progress:
         seconds, started, last_row_at = 0.0, time.perf_counter(), first_step
         for step in range(first_step, settings.steps):
@@ -92,7 +91,7 @@ def train(request: Request) -> None:
             seconds += elapsed
             val, val_error, is_best = None, None, False
             if validate:
-                val, val_error = mean_loss(backend.evaluate, batches.windows("val", EVALUATION_ROWS))
+                val, val_error = mean_loss(backend.evaluate, batches.windows("val", evaluation_rows))
                 is_best = val < best_val  # false for NaN
                 best_val = val if is_best else best_val
             row = Row(
@@ -109,7 +108,8 @@ def train(request: Request) -> None:
                 seconds=seconds,
             )
             log.write(row)
-            if (save or is_best) and math.isfinite(mean):  # a diverged model must not push out the last good one
+            diverged = not math.isfinite(mean if val is None else val)  # must not push out the last good checkpoint
+            if (save or is_best) and not diverged:
                 state = manifest_of(request, config, corpus, tokenizer, scaler, best_val)
                 checkpoint.save(out, done, backend.state(), asdict(config), tokenizer.describe(), state, is_best)
             progress.show(row)  # after saving: a terminal that went away must not cost the checkpoint
