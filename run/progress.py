@@ -23,6 +23,17 @@ def line(row: Row) -> str:
     ])  # fmt: skip
 
 
+def short(row: Row) -> str:
+    """The same numbers in 70 characters, for the line of the bar; a scale that is a power of two as 2^15."""
+    val = "" if row.val is None else f"val {row.val:.3f} "
+    exponent = math.log2(row.scale) if row.scale > 0 else math.nan
+    scale = f"2^{exponent:.0f}" if exponent % 1 == 0 else f"{row.scale:.4g}"
+    return (
+        f"loss {row.loss:.3f} {val}lr {row.lr:.1e} grad {row.grad_norm:.1f} "
+        f"scale {scale} skip {row.skipped} {thousands(row.tokens_per_second)} tok/s"
+    )
+
+
 def thousands(x: float) -> str:
     """13100 -> 13.1k"""
     for unit, size in (("M", 1e6), ("k", 1e3)):
@@ -36,22 +47,21 @@ class Progress:
 
     def __init__(self, first_step: int, steps: int):
         self.terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        bar = "{n_fmt}/{total_fmt} {bar:10} {remaining} left | {desc}"
+        bar = "{percentage:3.0f}% {bar}{remaining} {desc}"  # the bar takes what the numbers leave of the line
         self.bar = tqdm(total=steps, initial=first_step, disable=not self.terminal, dynamic_ncols=True, bar_format=bar)
-        self.last_val: tuple[float | None, float | None] = (None, None)
+        self.last_val: float | None = None
 
     def advance(self) -> None:
         self.bar.update(1)
 
     def show(self, row: Row) -> None:
         if row.val is not None:
-            self.last_val = (row.val, row.val_error)
+            self.last_val = row.val
         if row.val is not None or not self.terminal:
             tqdm.write(line(row), file=sys.stdout)
             sys.stdout.flush()
         if self.terminal:
-            val, val_error = self.last_val
-            self.bar.set_description_str(line(row._replace(val=val, val_error=val_error)).split(" | ", 1)[1])
+            self.bar.set_description_str(short(row._replace(val=self.last_val)))
 
     def __enter__(self):
         return self

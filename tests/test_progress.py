@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from run.log import Row
-from run.progress import Progress, line, thousands
+from run.progress import Progress, line, short, thousands
 
 ROW = Row(
     step=50,
@@ -100,10 +100,9 @@ def test_on_a_terminal_there_is_a_bar_with_the_numbers_beside_it(monkeypatch):
         progress.show(ROW)
         shown = err.getvalue().split("\r")[-1]
     assert out.getvalue() == ""
-    assert shown.startswith("20/40 ")
+    assert shown.startswith(" 50% ")
     assert "#####" in shown or "█████" in shown
-    numbers = LINE.removeprefix("step 50 | ")
-    assert shown.endswith((f" left | {numbers}", f" left, {numbers}"))
+    assert shown.endswith(short(ROW))
 
 
 def test_on_a_terminal_a_validation_is_a_line_and_stays_beside_the_bar(monkeypatch):
@@ -113,11 +112,18 @@ def test_on_a_terminal_a_validation_is_a_line_and_stays_beside_the_bar(monkeypat
         progress.show(ROW._replace(loss=1.5))
         shown = err.getvalue().split("\r")[-1]
     assert out.getvalue() == VALIDATED_LINE + "\n"
-    assert "loss 1.5000 | val 2.3411 ± 0.0040 |" in shown
+    assert "loss 1.500 val 2.341 lr" in shown
 
 
 def test_a_resumed_run_begins_its_bar_where_it_begins(monkeypatch):
     _, err = terminal(monkeypatch)
     with Progress(30, 40):
         pass
-    assert "30/40" in err.getvalue()
+    assert " 75% " in err.getvalue()
+
+
+def test_the_short_form_fits_beside_a_bar_in_80_columns():
+    assert short(ROW._replace(val=2.34)) == "loss 2.310 val 2.340 lr 1.0e-03 grad 0.5 scale 2^15 skip 2 13.1k tok/s"
+    assert short(ROW._replace(scale=1.0)).count("scale 2^0 ") == 1
+    assert short(ROW._replace(scale=24.0)).count("scale 24 ") == 1
+    assert len(short(ROW._replace(val=2.34))) < 80 - len(" 50% 00:20 ")
