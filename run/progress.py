@@ -29,7 +29,7 @@ def short(row: Row) -> str:
     exponent = math.log2(row.scale) if row.scale > 0 else math.nan
     scale = f"2^{exponent:.0f}" if exponent % 1 == 0 else f"{row.scale:.4g}"
     return (
-        f"loss {row.loss:.3f} {val}lr {row.lr:.1e} grad {row.grad_norm:.1f} "
+        f"loss {row.loss:.3f} {val}lr {row.lr:.2g} grad {row.grad_norm:.1f} "
         f"scale {scale} skip {row.skipped} {thousands(row.tokens_per_second)} tok/s"
     )
 

@@ -123,7 +123,7 @@ def test_a_resumed_run_begins_its_bar_where_it_begins(monkeypatch):
 
 
 def test_the_short_form_fits_beside_a_bar_in_80_columns():
-    assert short(ROW._replace(val=2.34)) == "loss 2.310 val 2.340 lr 1.0e-03 grad 0.5 scale 2^15 skip 2 13.1k tok/s"
+    assert short(ROW._replace(val=2.34)) == "loss 2.310 val 2.340 lr 0.001 grad 0.5 scale 2^15 skip 2 13.1k tok/s"
     assert short(ROW._replace(scale=1.0)).count("scale 2^0 ") == 1
     assert short(ROW._replace(scale=24.0)).count("scale 24 ") == 1
     assert len(short(ROW._replace(val=2.34))) < 80 - len(" 50% 00:20 ")
