@@ -7,7 +7,7 @@ All faults are found and told together, before any data is loaded.
 import math
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ class Settings:
 
     corpus: str = flag("tinyshakespeare", "tinyshakespeare, stdlib, or a text file")
     tokenizer: str = flag("char", "text to tokens", tuple(tokenizer.TOKENIZERS))
-    vocab_size: int | None = flag(None, "tokens that --tokenizer bpe learns; default: 4096")
+    vocab_size: int | None = flag(None, "tokens that --tokenizer bpe learns, 256 or more; default: 4096")
 
     eval_every: int = flag(250, "steps between validations; 0: only at the end")
     log_every: int = flag(10, "steps between log lines")
@@ -75,6 +75,8 @@ class Settings:
 NOT_SAVED = ("device", "out", "resume", "overwrite", "compile", "deterministic")
 # What a checkpoint's weights depend on: a resumed run must not change these.
 FIXED = ("n_layer", "n_head", "n_embd", "block_size", "tokenizer", "vocab_size")
+MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
+BPE_VOCAB_SIZE = 4096
 LARGEST = 2**20  # of a size; beyond it a typing error is likelier than a model
 
 
@@ -87,6 +89,18 @@ class Request(NamedTuple):
     resume_from: Path | None  # a step folder
 
 
+def _saved_settings(folder: Path) -> dict:
+    """The settings of a checkpoint. BadInput where they are not those that this version knows."""
+    saved = checkpoint.read_manifest(folder)["settings"]
+    for f in fields(Settings):
+        value = saved.get(f.name)
+        if f.name not in NOT_SAVED and not isinstance(
+            value, (f.type, int) if f.type in (float, float | None) else f.type
+        ):
+            raise BadInput(f"{folder / 'manifest.json'}: damaged, {f.name} is {value!r}: use another checkpoint")
+    return {f.name: saved[f.name] for f in fields(Settings) if f.name not in NOT_SAVED}
+
+
 def read(argv: list[str] | None) -> Request:
     """Reads and checks a command line. BadInput lists all faults, one a line."""
     flags, faults = read_flags(Settings, argv, "train.py", "Trains a GPT in mixed precision.")
@@ -94,7 +108,7 @@ def read(argv: list[str] | None) -> Request:
     if "resume" in flags:
         try:
             resume_from = checkpoint.find(flags["resume"], flags.get("out"))
-            saved = checkpoint.read_manifest(resume_from)["settings"]
+            saved = _saved_settings(resume_from)
         except BadInput as error:
             faults.append(f"--resume {error}")
         faults += [
@@ -103,8 +117,8 @@ def read(argv: list[str] | None) -> Request:
             if name in flags
         ]
     for name in FIXED:
-        if saved and name in flags and flags[name] != saved.get(name, getattr(Settings, name)):
-            faults.append(f"{name_of(name)} {flags[name]}: the checkpoint in {resume_from} has {saved.get(name)}")
+        if saved and name in flags and flags[name] != saved[name]:
+            faults.append(f"{name_of(name)} {flags[name]}: the checkpoint in {resume_from} has {saved[name]}")
     asked = {**PRESETS.get(saved.get("preset", flags.get("preset")), {}), **saved, **flags}
     hardware = None
     if (name := asked.get("backend", Settings.backend)) in backend.MODULES:
@@ -122,9 +136,11 @@ def read(argv: list[str] | None) -> Request:
     faults += _faults(settings, flags, hardware, resume_from)
     if faults:
         raise BadInput("\n".join(faults))
-    asked["dtype"] = hardware.dtype
     if settings.corpus not in tinyshakespeare.NAMES:
-        asked["corpus"] = os.path.abspath(settings.corpus)  # a resumed run may start elsewhere
+        settings = replace(settings, corpus=os.path.abspath(settings.corpus))  # a resumed run may start elsewhere
+    if settings.tokenizer == "bpe" and settings.vocab_size is None:
+        settings = replace(settings, vocab_size=BPE_VOCAB_SIZE)
+    asked = {n: v for n, v in asdict(replace(settings, dtype=hardware.dtype)).items() if n not in NOT_SAVED}
     scaling = "off" if hardware.dtype == "fp32" else "on"
     settings = replace(
         settings,
@@ -132,10 +148,8 @@ def read(argv: list[str] | None) -> Request:
         dtype=hardware.dtype,
         loss_scaling=scaling if settings.loss_scaling == "auto" else settings.loss_scaling,
         min_lr=settings.lr / 10 if settings.min_lr is None else settings.min_lr,
-        vocab_size=4096 if settings.tokenizer == "bpe" and settings.vocab_size is None else settings.vocab_size,
         save_every=settings.eval_every if settings.save_every is None else settings.save_every,
     )
-    asked = {name: value for name, value in asked.items() if name not in NOT_SAVED}
     return Request(settings, asked, hardware, resume_from)
 
 
@@ -178,12 +192,13 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_
         require(0 <= getattr(s, name) < 1, f"--{name} {getattr(s, name)}: must be in [0, 1)")
     require(0 <= s.clip < math.inf, f"--clip {s.clip}: must be a finite number, not negative; 0 is no clipping")
     require(0 <= s.seed < 2**63, f"--seed {s.seed}: must be between 0 and 2^63 - 1")
-    require(1 <= s.init_scale < 2.0**24 + 1, f"--init-scale {s.init_scale:g}: must be between 1 and 2^24")
+    require(1 <= s.init_scale <= MAX_SCALE, f"--init-scale {s.init_scale:.10g}: must be between 1 and 2^24")
 
     # A setting that would silently do nothing is refused.
-    require(
-        "vocab_size" not in flags, f"--vocab-size: the {s.tokenizer} tokenizer takes its vocabulary from the corpus"
-    )
+    learns = s.tokenizer == "bpe"
+    require(learns or "vocab_size" not in flags, f"--vocab-size: only --tokenizer bpe learns one, not {s.tokenizer}")
+    in_range = not learns or s.vocab_size is None or 256 <= s.vocab_size <= LARGEST
+    require(in_range, f"--vocab-size {s.vocab_size}: must be between 256, the single bytes, and {LARGEST}")
     scaled = s.loss_scaling == "on" or (s.loss_scaling == "auto" and hardware and hardware.dtype != "fp32")
     for name in ("init_scale", "growth_interval"):
         if name in flags and hardware:
@@ -208,6 +223,7 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_
             require(readable, f"--corpus {s.corpus}: not readable: change its permissions or use another file")
         else:
             faults.append(f"--corpus {s.corpus}: no such file (names without a file: {names})")
+    require(s.out is not None or not s.overwrite, "--overwrite: needs --out: a run without it has a folder of its own")
     require(not (s.resume and s.overwrite), "--overwrite: cannot be combined with --resume, which continues the run")
     require(s.out != "", "--out: is empty: name a folder")
     source = resume_from.parent if resume_from else None  # the run that is resumed

@@ -6,6 +6,7 @@ import platform
 import shlex
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,9 +23,8 @@ from run.log import Log, Row, read_log
 from run.plot import plot
 from run.progress import Progress, thousands
 from sample import generate, start_of_text
-from settings import Request, Settings, read
+from settings import MAX_SCALE, Request, Settings, read
 
-MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
 EVALUATION_TOKENS = 8192  # at a time: enough to be quick, few enough for the logits of a large vocabulary
 SAMPLE_TOKENS = 200
 
@@ -61,7 +61,7 @@ def train(request: Request) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tokens_per_step = settings.accumulation * settings.batch_size * settings.block_size
     evaluation_rows = max(1, EVALUATION_TOKENS // settings.block_size)
-    with Log(out / "log.csv", first_step) as log, Progress(first_step, settings.steps) as progress:
+    with drawing(out), Log(out / "log.csv", first_step) as log, Progress(first_step, settings.steps) as progress:
         seconds, started, last_row_at = 0.0, time.perf_counter(), first_step
         for step in range(first_step, settings.steps):
             lr = learning_rate(step, settings.steps, settings.lr, settings.min_lr, settings.warmup)
@@ -120,7 +120,6 @@ def train(request: Request) -> None:
         raise Diverged(f"the validation loss is {row.val}: lower --lr; the log is {out / 'log.csv'}")
     print_end(config, hardware, row, speed, out)
     print_sample(config, backend, tokenizer)
-    draw(out, f"{corpus.name}, {parameter_count(config):,} parameters, {hardware.dtype}")
 
 
 def is_due(every: int, done: int) -> bool:
@@ -228,7 +227,7 @@ def print_end(config: GPTConfig, hardware, row: Row, speed: float, out: Path) ->
     python, script, folder = (shlex.quote(shown(path)) for path in (sys.executable, __file__, str(out)))
     print(
         f"done    val {row.val:.4f} ± {row.val_error:.4f} | {thousands(speed)} tok/s | MFU {mfu}\n"
-        f"saved   {out / f'step-{row.step}'}, {out / 'log.csv'}\n"
+        f"saved   {out / f'step-{row.step}'}, {out / 'log.csv'}, {out / 'loss.png'}\n"
         f"go on   {python} {script} --resume {folder} --steps {2 * row.step}\n"
         f"sample  {python} {shlex.quote(shown(Path(__file__).with_name('sample.py')))} --checkpoint {folder}",
         flush=True,
@@ -246,13 +245,16 @@ def print_sample(config: GPTConfig, backend, tokenizer) -> None:
     print("\n" + tokenizers.decode(tokenizer, drawn).strip() + "\n", flush=True)
 
 
-def draw(out: Path, title: str) -> None:
-    """The picture of the run. It is not worth losing a run's last lines for: a failure is a note."""
+@contextmanager
+def drawing(out: Path):
+    """Draws loss.png when the block ends, however it ends. A picture is not worth a run: what goes wrong is a note."""
     try:
-        plot(read_log(out / "log.csv"), out / "loss.png", title)
-        print(f"picture {out / 'loss.png'}")
-    except (ImportError, OSError, ValueError) as error:
-        print(f"note    no picture: {error}")
+        yield
+    finally:
+        try:
+            plot(read_log(out / "log.csv"), out / "loss.png", out.name)
+        except Exception as error:
+            print(f"note    no picture: {error}")
 
 
 def main(argv: list[str] | None = None) -> int:

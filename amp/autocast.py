@@ -5,6 +5,7 @@ Emulation computes what a tensor core computes, at nearly fp32 speed: it rounds 
 multiplies and accumulates in fp32, and rounds the result; gradients likewise. All values live in fp32 tensors.
 """
 
+import platform
 from contextlib import contextmanager
 
 import torch
@@ -19,46 +20,15 @@ LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCTS = {"linear": "linear", "scaled_dot_product_attention": "attention"} | dict.fromkeys(
     ("matmul", "__rmatmul__", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm"), "matmul"
 )
-# Products whose inner roundings the emulation does not know. Running them in fp32 would silently break the table.
-UNKNOWN_PRODUCTS = {
-    *(
-        "einsum",
-        "tensordot",
-        "inner",
-        "vdot",
-        "vecdot",
-        "bilinear",
-        "chain_matmul",
-        "multi_dot",
-        "cdist",
-        "matrix_power",
-    ),
-    *(
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "conv_tbc",
-        "convolution",
-    ),
-    *("multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
-    *(
-        "rnn_relu_cell",
-        "_sparse_mm",
-        "cov",
-        "corrcoef",
-        "addmm_",
-        "addmv_",
-        "addbmm_",
-        "baddbmm_",
-        "addr",
-        "addr_",
-        "ger",
-        "_scaled_mm",
-    ),
-}
+# Products whose inner roundings the emulation does not know. Running them in fp32 would silently break the table, so
+# they raise. It is a list of names: a function of a later PyTorch, or torch.ops.aten called by hand, is not on it.
+UNKNOWN_PRODUCTS = frozenset("""
+    einsum tensordot inner vdot vecdot bilinear chain_matmul multi_dot cdist matrix_power matrix_exp cov corrcoef
+    kron outer conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution grouped_mm
+    _grouped_mm multi_head_attention_forward lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell
+    rnn_relu_cell addmm_ addmv_ addbmm_ baddbmm_ addr addr_ ger _addmm_activation _scaled_mm linear_cross_entropy
+    _sparse_mm _sparse_addmm smm hspmm sspaddmm sspaddmm_ _scaled_dot_product_attention_math
+""".split())  # fmt: skip  # noqa: SIM905
 
 
 class _Round(torch.autograd.Function):
@@ -96,9 +66,12 @@ class _Emulation(TorchFunctionMode):
                 f"emulated {policy.compute_dtype()} does not know the matrix product torch.{name}{out}: "
                 "use linear, matmul or scaled_dot_product_attention"
             )
-        args = [_rounded(a, dtype) for a in args]
-        kwargs = {key: _rounded(value, dtype) for key, value in kwargs.items()}
-        return _rounded(func(*args, **kwargs), dtype)
+        rule = policy.TABLE[PRODUCTS[name]]
+        if rule.operands == policy.LOW:  # _Round also rounds the gradients on their way back
+            args = [_rounded(arg, dtype) for arg in args]
+            kwargs = {key: _rounded(value, dtype) for key, value in kwargs.items()}
+        result = func(*args, **kwargs)  # fp32 operands: products and sums in fp32
+        return _rounded(result, dtype) if rule.result == policy.LOW else result
 
 
 @contextmanager
@@ -125,26 +98,21 @@ def native_units(device: torch.device, dtype: str) -> tuple[bool, str]:
     if dtype == "fp32":
         return True, "full precision"
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        native = dtype == "fp16" or torch.cuda.is_bf16_supported(including_emulation=False)
-        return native, f"{name} has {'' if native else 'no '}{dtype} units"
+        with torch.cuda.device(device):  # is_bf16_supported looks at the current card
+            native = dtype == "fp16" or torch.cuda.is_bf16_supported(including_emulation=False)
+        return native, f"{torch.cuda.get_device_name(device)} has {'' if native else 'no '}{dtype} units"
     if device.type == "mps":
         return True, "left to Metal, not tested"
+    machine, onednn = platform.machine().lower(), torch.backends.mkldnn.is_available()
+    arm, x86 = machine in ("arm64", "aarch64"), machine in ("x86_64", "amd64")
     if dtype == "bf16":
-        # oneDNN calls bf16 supported on any AVX-512 CPU, units or not; only these flags tell.
+        # oneDNN calls bf16 supported on any AVX-512 CPU, units or not; on x86 only these flags tell.
         units = {
-            "AVX512_BF16": torch.cpu._is_avx512_bf16_supported(),
-            "AMX": torch.cpu._is_amx_tile_supported(),
-            "Arm BF16": "arm" in _cpu_architecture() and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+            "AVX512_BF16": x86 and torch.cpu._is_avx512_bf16_supported(),
+            "AMX": x86 and torch.cpu._is_amx_tile_supported(),
+            "Arm BF16": arm and onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         }
     else:
-        units = {"AVX512_FP16": "x86" in _cpu_architecture() and torch.ops.mkldnn._is_mkldnn_fp16_supported()}
+        units = {"AVX512_FP16": x86 and onednn and torch.ops.mkldnn._is_mkldnn_fp16_supported()}
     found = [name for name, present in units.items() if present]
     return bool(found), f"this CPU has {found[0]} units" if found else f"this CPU has no {dtype} units"
-
-
-def _cpu_architecture() -> str:
-    import platform
-
-    machine = platform.machine().lower()
-    return "arm" if machine in ("arm64", "aarch64") else "x86" if machine in ("x86_64", "amd64") else machine

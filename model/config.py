@@ -1,6 +1,7 @@
 """GPT-2's shape: sizes, presets, the table of parameters, where their first values come from, and its FLOP count."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,7 +111,7 @@ def flops_per_token(config: GPTConfig) -> int:
 
 
 # Dense 16-bit matrix product peaks in TFLOP/s by the vendors' data sheets, for model FLOP utilisation (MFU).
-# The first entry contained in the card's name counts; cards that are not here print "n/a".
+# The first entry that is a word of the card's name counts; cards that are not here print "n/a".
 PEAK_TFLOPS = {
     "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A40": 150, "A10G": 70, "A10": 125,
     "L40S": 362, "L4": 121, "T4": 65, "V100": 125, "RTX 4090": 165, "RTX 3090": 71,
@@ -121,4 +122,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak FLOP/s of the device in a 16-bit dtype, or None where it is not known (fp32 runs too)."""
     if dtype == "fp32":
         return None
-    return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in device_name), None)
+    if "Laptop" in device_name:  # slower chips under the same names
+        return None
+    known = (tflops for name, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name))
+    return next((tflops * 1e12 for tflops in known), None)

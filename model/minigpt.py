@@ -3,6 +3,7 @@
 B batch · T time · C channels · V vocabulary · L layers · NH heads · HS head size (C / NH)
 """
 
+import math
 import os
 import platform
 from functools import partial
@@ -154,7 +155,7 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     enter_autocast = partial(autocast, device.type, hardware.dtype, hardware.emulated)
 
     def tensors(*arrays):
-        return [torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays]
+        return [torch.from_numpy(np.ascontiguousarray(a)).to(device, non_blocking=True) for a in arrays]  # no host wait
 
     def loss(x, y, key):
         # One seed a forward, outside anything compiled: the same key drops the same units, on a resume or a second run.
@@ -162,6 +163,8 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
         return forward(*tensors(x, y)).mean()
 
     def clip_grad_norm_(parameters, max_norm):
+        if max_norm == math.inf:  # no clipping: measure only, or a norm beyond fp32 would turn gradients into inf / inf
+            return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     @torch.no_grad()

@@ -194,20 +194,21 @@ def hugging_face_config(config: dict) -> dict:
 
 def _sizes(config: dict, folder: Path) -> dict:
     """The inverse of hugging_face_config. BadInput where the model is no GPT-2 as this project computes it."""
-    expected = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None}
-    for key, value in expected.items():
-        if config.get(key, value) not in (value, 4 * config["n_embd"] if key == "n_inner" else value):
-            raise BadInput(f"{folder / 'config.json'}: {key} is {config[key]!r}, and only {value!r} is known here")
-    names = {
-        "vocab_size": "vocab_size",
-        "n_positions": "block_size",
-        "n_layer": "n_layer",
-        "n_head": "n_head",
-        "n_embd": "n_embd",
+    path = folder / "config.json"
+    ours = {"vocab_size": "vocab_size", "n_positions": "block_size"} | {n: n for n in ("n_layer", "n_head", "n_embd")}
+    for key in ours:
+        if type(config.get(key)) is not int:
+            raise BadInput(f"{path}: {key} is missing or not a number: use another checkpoint")
+    known = {
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new",),
+        "layer_norm_epsilon": (1e-5,),
+        "n_inner": (None, 4 * config["n_embd"]),
     }
-    if missing := [key for key in names if key not in config]:
-        raise BadInput(f"{folder / 'config.json'}: {missing[0]} is missing")
-    return {ours: config[theirs] for theirs, ours in names.items()}
+    for key, values in known.items():
+        if config.get(key, values[0]) not in values:
+            raise BadInput(f"{path}: {key} is {config[key]!r}, and only {values[0]!r} is known here")
+    return {name: config[key] for key, name in ours.items()}
 
 
 def _remove_old(out: Path) -> None:

@@ -28,15 +28,14 @@ class Log:
     def __init__(self, path: Path, first_step: int = 0):
         kept = [row for row in _read_or_set_aside(path) if row.step <= first_step] if first_step else []
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # so that a crash here loses no row
-        self.file = open(temporary, "w", newline="", encoding="utf-8")  # noqa: SIM115, closed in __exit__
-        self.writer = csv.writer(self.file)
-        self.writer.writerow(Row._fields)
-        for row in kept:
-            self.write(row)
+        with open(temporary, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([Row._fields, *map(_cells, kept)])
         temporary.replace(path)
+        self.file = open(path, "a", newline="", encoding="utf-8")  # noqa: SIM115, closed in __exit__
+        self.writer = csv.writer(self.file)
 
     def write(self, row: Row) -> None:
-        self.writer.writerow(["" if value is None else value for value in row])
+        self.writer.writerow(_cells(row))
         self.file.flush()
 
     def __enter__(self):
@@ -44,6 +43,10 @@ class Log:
 
     def __exit__(self, *exception):
         self.file.close()
+
+
+def _cells(row: Row) -> list:
+    return ["" if value is None else value for value in row]
 
 
 def _read_or_set_aside(path: Path) -> list[Row]:

@@ -37,7 +37,7 @@ def short(row: Row) -> str:
 def thousands(x: float) -> str:
     """13100 -> 13.1k"""
     for unit, size in (("M", 1e6), ("k", 1e3)):
-        if math.isfinite(x) and x >= size:
+        if math.isfinite(x) and x >= 0.99995 * size:  # 999,960 is 1.0M
             return f"{x / size:.1f}{unit}"
     return f"{x:.0f}"
 

@@ -186,3 +186,11 @@ def test_no_card_is_hidden_by_a_shorter_name_before_it():
     names = list(PEAK_TFLOPS)
     for n, name in enumerate(names):
         assert not any(earlier in name for earlier in names[:n]), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["RTX A1000", "NVIDIA RTX A4000", "NVIDIA L40", "NVIDIA T400", "NVIDIA GeForce RTX 4090 Laptop GPU", "AMD EPYC"],
+)
+def test_a_card_that_only_sounds_like_a_known_one_has_no_peak(name):
+    assert peak_flops(name, "bf16") is None

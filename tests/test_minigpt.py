@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -350,6 +351,15 @@ def test_the_first_ten_losses_are_the_recorded_ones(mode, tolerance):
     losses = golden_run(mode)
     assert losses == pytest.approx(golden, rel=0, abs=tolerance)
     assert losses[9] < losses[0] - 0.2, "nothing was learned"
+
+
+def test_no_clipping_leaves_gradients_alone_even_where_their_norm_is_beyond_fp32():
+    backend = build("fp32")
+    parameters = [p for group in backend.optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 3e38)
+    assert backend.clip_grad_norm_(parameters, math.inf) == math.inf
+    assert all((parameter.grad == 3e38).all() for parameter in parameters)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ def test_bad_input_is_one_line_that_names_the_flag(argv, line):
         ("--dtype fp32 --init-scale 8", "--init-scale"),
         ("--loss-scaling off --growth-interval 8", "--growth-interval"),
         ("--dtype fp32 --emulation on", "--emulation on"),
+        ("--overwrite", "--overwrite"),
+        ("--tokenizer byte --vocab-size 300", "--vocab-size"),
         ("--emulation on --compile", "--compile"),
     ],
 )
@@ -150,3 +152,16 @@ def test_the_process_ends_with_2_and_without_a_traceback(tmp_path):
     assert run.returncode == 2
     assert run.stderr == f"train.py: error: {bad}: not UTF-8: byte 0xe9 at offset 4: convert the file to UTF-8\n"
     assert list(tmp_path.iterdir()) == [bad]  # no run folder was left behind
+
+
+def test_bpe_learns_as_many_tokens_as_asked():
+    assert read("--tokenizer", "bpe").settings.vocab_size == 4096
+    assert read("--tokenizer", "bpe", "--vocab-size", "300").settings.vocab_size == 300
+    assert faults("--tokenizer", "bpe", "--vocab-size", "255")[0].startswith("--vocab-size 255: must be between 256")
+
+
+def test_a_checkpoint_keeps_every_setting_that_is_not_of_one_process():
+    asked = read("--corpus", "stdlib").asked
+    assert set(asked) == set(settings.Settings.__dataclass_fields__) - set(settings.NOT_SAVED)
+    assert asked["seed"] == 1337
+    assert asked["min_lr"] is None  # derived anew, should --lr change

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import pytest
 
 from data import tinyshakespeare
+from data import tokenizer as tokenizers
 from data.batches import Batches
 from data.tinyshakespeare import FILE, cache_folder, load_corpus
-from data.tokenizer import CharTokenizer
 from data.tokenizer import train as train_tokenizer
 from run.errors import BadInput
 
@@ -353,6 +353,6 @@ def test_tiny_shakespeare_is_the_file_that_everybody_uses(monkeypatch):
     text = load_corpus("tinyshakespeare").text
     assert len(text) == 1_115_394
     assert len(set(text)) == 65
-    batches = Batches(CharTokenizer.from_text(text).encode(text), block_size=64, batch_size=12, seed=0)
+    batches = Batches(tokenizers.train("char", text).encode(text), block_size=64, batch_size=12, seed=0)
     assert len(batches.tokens["train"]) == 1_003_854
     assert len(batches.tokens["val"]) == 111_540

@@ -55,7 +55,6 @@ def test_a_run_shows_and_leaves_all_that_the_readme_promises(run, capsys):
         "run     steps 1 to 40",
         "done    val",
         "go on ",
-        "picture ",
     ):
         assert start in shown
     number = r"\d+\.\d{4}"
@@ -243,7 +242,10 @@ def test_a_diverged_model_does_not_push_out_the_last_good_one(run, capsys):
 
 
 def test_a_picture_that_cannot_be_drawn_costs_a_note(run, monkeypatch, capsys):
-    monkeypatch.setattr("train.plot", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    def full_disk(*arguments):
+        raise OSError("no space")
+
+    monkeypatch.setattr("train.plot", full_disk)
     run("run", "--steps 1")
     assert "note    no picture: no space" in capsys.readouterr().out
 
@@ -263,3 +265,32 @@ def test_a_terminal_without_unicode_is_no_reason_to_lose_a_run(tmp_path, corpus)
     ]
     shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     assert "\\xb1" in shown
+
+
+def test_runs_that_stop_early_leave_their_picture(run):
+    out, _ = run("run", "--dtype fp16 --emulation on --steps 20 --lr 1e38 --clip 0 --max-skips 2", status=1)
+    assert (out / "loss.png").stat().st_size > 0
+
+
+def test_the_learning_rate_reaches_the_optimizer_in_its_step(run):
+    """Where two runs differ only in the rate of the second step, their first two losses agree and the third does not."""
+    _, slow = run("slow", "--dtype fp32 --steps 3 --warmup 0 --lr 1e-3 --min-lr 1e-3")
+    _, fast = run("fast", "--dtype fp32 --steps 3 --warmup 3 --lr 2e-3 --min-lr 2e-3")
+    assert [row.lr for row in slow] == [1e-3] * 3
+    assert [row.lr for row in fast] == [1e-3, 2e-3, 2e-3]
+    assert [row.loss for row in slow][:2] == [row.loss for row in fast][:2]
+    assert slow[2].loss != fast[2].loss
+
+
+def test_the_best_survives_a_resume(run):
+    out, _ = run("run", "--dtype fp32 --steps 30 --lr 1e-2")
+    best = (out / "best.json").read_text()
+    assert train.main(["--resume", str(out), "--steps", "33", "--lr", "10", "--min-lr", "10"]) in (0, 1)
+    assert (out / "best.json").read_text() == best
+
+
+def test_the_scale_is_bounded_and_off_means_1(run):
+    _, bounded = run("bounded", "--dtype fp32 --loss-scaling on --steps 4 --init-scale 8388608 --growth-interval 1")
+    assert [row.scale for row in bounded] == [2.0**24] * 4
+    _, off = run("off", "--dtype fp32 --steps 3")
+    assert [row.scale for row in off] == [1.0] * 3
