@@ -273,7 +273,7 @@ def test_runs_that_stop_early_leave_their_picture(run):
 
 
 def test_the_learning_rate_reaches_the_optimizer_in_its_step(run):
-    """Where two runs differ only in the rate of the second step, their first two losses agree and the third does not."""
+    """Two runs that differ only in the rate of the second step agree in two losses and differ in the third."""
     _, slow = run("slow", "--dtype fp32 --steps 3 --warmup 0 --lr 1e-3 --min-lr 1e-3")
     _, fast = run("fast", "--dtype fp32 --steps 3 --warmup 3 --lr 2e-3 --min-lr 2e-3")
     assert [row.lr for row in slow] == [1e-3] * 3
