@@ -201,7 +201,7 @@ def test_a_compiled_run_computes_the_same(run):
 
 @pytest.mark.slow
 def test_the_gpu_check_runs_from_end_to_end_on_a_cpu(tmp_path):
-    command = f"-m benchmarks.gpu_check --device cpu --preset cpu --steps 3 --skip-tests --results {tmp_path}"
+    command = f"-m benchmarks.gpu_check --device cpu --preset cpu --steps 30 --skip-tests --results {tmp_path}"
     output = subprocess.run(
         [sys.executable, *command.split()], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
@@ -209,7 +209,7 @@ def test_the_gpu_check_runs_from_end_to_end_on_a_cpu(tmp_path):
     result = json.loads(file.read_text())
     assert result == json.loads(output.splitlines()[-1])
     assert [row["case"] for row in result["rows"]] == ["train/cpu/bf16", "train/cpu/fp16"]
-    assert all(row["val"] < row["first_loss"] for row in result["rows"])
+    assert all(row["val"] < row["first_loss"] - 0.5 for row in result["rows"])
 
 
 def test_resume_never_overwrites_another_run_nor_newer_steps(run, capsys):
