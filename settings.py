@@ -23,7 +23,9 @@ from run.flags import flag, name_of, read_flags
 class Settings:
     """Fields are flags: `batch_size` is --batch-size. None means "derived", as the help says."""
 
-    preset: str = flag("auto", "sizes and recipe; auto: gpu on CUDA, else cpu", ("auto", *PRESETS))
+    preset: str = flag(
+        "auto", "sizes and recipe; auto: gpu on CUDA, else cpu, whose values this list shows", ("auto", *PRESETS)
+    )
     backend: str = flag("torch", "what computes the gradients", tuple(backend.MODULES))
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps (mps is not tested); auto: CUDA where there is one")
     dtype: str = flag(
@@ -37,7 +39,7 @@ class Settings:
     growth_interval: int = flag(500, "good steps in a row that double the loss scale")
     max_skips: int = flag(100, "skipped steps in a row after which the run gives up")
 
-    steps: int = flag(2000, "optimizer steps")
+    steps: int = flag(2000, "optimizer steps; the learning rate falls over all of them")
     batch_size: int = flag(12, "rows of a micro-batch")
     block_size: int = flag(64, "context length in tokens")
     accumulation: int = flag(1, "micro-batches whose gradients make one step")
@@ -46,7 +48,7 @@ class Settings:
     n_embd: int = flag(128, "channels of the residual stream")
     dropout: float = flag(0.0, "share of activations dropped in training")
 
-    lr: float = flag(1e-3, "highest learning rate")
+    lr: float = flag(4e-3, "highest learning rate")
     min_lr: float | None = flag(None, "last learning rate of the cosine; default: a tenth of --lr")
     warmup: int = flag(100, "steps of linear warm-up")
     weight_decay: float = flag(0.1, "AdamW's decay of matrices and embeddings")

@@ -28,7 +28,7 @@ EXACT = Rule(operands="fp32", accumulate="fp32", result="fp32", grad_input="fp32
 TABLE = {
     "linear": PRODUCT,
     "matmul": PRODUCT,
-    "attention": PRODUCT,  # both products; the softmax between them is fp32
+    "attention": PRODUCT,  # both products; the softmax between them is fp32, and emulation leaves it so
     "softmax": EXACT,
     "layer_norm": EXACT,
     "gelu": EXACT,  # its inside; a fused GELU reads and writes what its neighbours hand it

@@ -21,5 +21,5 @@ def run_script(name: str, script: Callable[[], None]) -> int:
             print(f"{name}: error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        print(f"\n{name}: interrupted", file=sys.stderr)
         return 130
