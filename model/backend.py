@@ -1,6 +1,5 @@
 """What train.py, sample.py and the benchmarks need from a backend, and which module provides it by which name."""
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -39,8 +38,6 @@ class Backend(NamedTuple):
 
 def module(name: str):
     """The module of a backend; ImportError where its library is missing."""
-    # OpenMP's idle threads spin by default: with another process on the same cores a step then takes ten times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read once, when torch is imported
     return import_module(MODULES[name])
 
 
