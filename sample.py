@@ -35,6 +35,11 @@ class SampleSettings:
     backend: str = flag("torch", "what computes the logits", tuple(backends.MODULES))
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     dtype: str = flag("auto", "compute precision", ("auto", "fp32", "bf16", "fp16"))
+    weights: str = flag(
+        "bf16",
+        "how our bf16 kernel holds the weights: rounded once, or fp32, rounded as they are read",
+        ("bf16", "fp32"),
+    )
 
 
 def probabilities(logits: np.ndarray, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> np.ndarray:
@@ -68,13 +73,16 @@ def generate(
     top_p: float = 1.0,
     seed: int | list[int] = 0,
 ) -> Iterator[int]:
-    """Yields `count` tokens, each drawn from the model's distribution given the last `block_size` before it.
+    """Yields `count` tokens, each drawn from the model's distribution given at most the last `block_size` before it.
 
     logits: int64 (1, T) -> (1, V), of the last position. tokens: the prompt, int (n,), n >= 1.
     """
     random, context = np.random.default_rng(seed), [int(token) for token in tokens]
+    context = context[-block_size:]
     for _ in range(count):
-        row = logits(np.array([context[-block_size:]], dtype=np.int64))[0]  # (V,)
+        if len(context) > block_size:  # full: drop the oldest half, so that a cache is filled again only now and then
+            context = context[-max(1, block_size // 2) :]
+        row = logits(np.array([context], dtype=np.int64))[0]  # (V,)
         token = int(random.choice(len(row), p=probabilities(row, temperature, top_k, top_p)))
         context.append(token)
         yield token
@@ -143,6 +151,7 @@ def sample(s: SampleSettings) -> None:
     """Prints the prompt and what the model makes of it, token by token; a terminal is asked for prompts."""
     backend, tokenizer, config = load(s)
     prompt = read_text(Path(s.prompt_file)) if s.prompt_file is not None else s.prompt
+    logits = backend.decoder(s.weights)
     ask = prompt is None and sys.stdin.isatty()
     while True:
         try:
@@ -155,7 +164,7 @@ def sample(s: SampleSettings) -> None:
         for number in range(s.num_samples):
             how = (s.tokens, s.temperature, s.top_k, s.top_p, [s.seed, number])
             print(tokenizers.decode(tokenizer, tokens) if text else "", end="", flush=True)
-            for piece in tokenizers.stream(tokenizer, generate(backend.logits, tokens, config.block_size, *how)):
+            for piece in tokenizers.stream(tokenizer, generate(logits, tokens, config.block_size, *how)):
                 print(piece, end="", flush=True)
             print("\n" if number + 1 < s.num_samples else "")
         if not ask:

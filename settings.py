@@ -34,6 +34,11 @@ class Settings:
     emulation: str = flag(
         "auto", "compute 16-bit products by rounding and fp32; auto: where units lack", ("auto", "on", "off")
     )
+    kernel: str = flag(
+        "auto",
+        "what computes mlp.c_proj in bf16; auto: own where it fits; require: stop where it cannot be built",
+        ("auto", "own", "library", "off", "require"),
+    )
     loss_scaling: str = flag("auto", "dynamic loss scale; off: fixed at 1; auto: on below fp32", ("auto", "on", "off"))
     init_scale: float = flag(2.0**15, "first loss scale")
     growth_interval: int = flag(500, "good steps in a row that double the loss scale")
@@ -207,6 +212,8 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_
             require(scaled, f"{name_of(name)}: loss scaling is off in this run: add --loss-scaling on")
     if hardware and flags.get("emulation") in ("on", "off"):
         require(hardware.dtype != "fp32", f"--emulation {s.emulation}: fp32 has nothing to emulate")
+    if hardware and flags.get("kernel", "auto") != "auto":
+        require(hardware.dtype == "bf16", f"--kernel {s.kernel}: the kernel is for bf16, this run is {hardware.dtype}")
     if s.compile and hardware:
         require(
             not hardware.emulated,

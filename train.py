@@ -55,7 +55,7 @@ def train(request: Request) -> None:
         first_step = manifest["step"]
         best_val = math.inf if manifest["best_val"] is None else manifest["best_val"]
     out = open_out(settings, hardware, resume_from)
-    print_header(settings, hardware, config, corpus, batches, out, first_step)
+    print_header(settings, hardware, backend.kernel, config, corpus, batches, out, first_step)
 
     optimizer = backend.optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -105,12 +105,13 @@ def train(request: Request) -> None:
                 skipped=scaler.skipped_steps,
                 tokens=done * tokens_per_step,
                 tokens_per_second=(done - last_row_at) * tokens_per_step / elapsed,
+                kernel=backend.kernel.code,
                 seconds=seconds,
             )
             log.write(row)
             diverged = not math.isfinite(mean if val is None else val)  # must not push out the last good checkpoint
             if (save or is_best) and not diverged:
-                state = manifest_of(request, config, corpus, tokenizer, scaler, best_val)
+                state = manifest_of(request, backend, config, corpus, tokenizer, scaler, best_val)
                 checkpoint.save(out, done, backend.state(), asdict(config), tokenizer.describe(), state, is_best)
             progress.show(row)  # after saving: a terminal that went away must not cost the checkpoint
             started, last_row_at = time.perf_counter(), done
@@ -160,7 +161,7 @@ def restore_scaler(scaler: DynamicLossScaler, settings: Settings, manifest: dict
     scaler.skipped_steps, scaler.consecutive_skips = manifest["skipped"], manifest["consecutive_skips"]
 
 
-def manifest_of(request: Request, config, corpus, tokenizer, scaler: DynamicLossScaler, best_val: float) -> dict:
+def manifest_of(request: Request, backend, config, corpus, tokenizer, scaler, best_val: float) -> dict:
     """What a checkpoint must know besides arrays; rows, dropout and learning rate are functions of the step."""
     return {
         "best_val": best_val if best_val < math.inf else None,
@@ -171,7 +172,8 @@ def manifest_of(request: Request, config, corpus, tokenizer, scaler: DynamicLoss
         "config": asdict(config),
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
         "tokenizer_fingerprint": tokenizers.fingerprint(tokenizer),
-        "compute": request.hardware._asdict() | {"loss_scaling": request.settings.loss_scaling},
+        "compute": request.hardware._asdict()
+        | {"loss_scaling": request.settings.loss_scaling, "kernel": backend.kernel.code},
         "versions": {"python": platform.python_version()} | backends.versions(),
     }
 
@@ -200,7 +202,9 @@ def open_out(settings: Settings, hardware: backends.Hardware, resume_from: Path 
         raise BadInput(f"--out {error.filename}: cannot be written ({error.strerror})") from None
 
 
-def print_header(settings, hardware, config: GPTConfig, corpus, batches: Batches, out: Path, first_step: int) -> None:
+def print_header(
+    settings, hardware, kernel, config: GPTConfig, corpus, batches: Batches, out: Path, first_step: int
+) -> None:
     for note in corpus.notes:
         print(f"note    {note}")
     train_tokens, val_tokens = (len(batches.tokens[split]) for split in ("train", "val"))
@@ -213,6 +217,7 @@ def print_header(settings, hardware, config: GPTConfig, corpus, batches: Batches
         f"{config.n_embd} channels, context {config.block_size}, vocabulary {config.vocab_size}\n"
         f"device  {hardware.device}: {hardware.device_name}\n"
         f"dtype   {hardware.dtype}: {hardware.how}\n"
+        f"kernel  mlp.c_proj: {kernel.how}\n"
         f"scaling {scaling}\n"
         f"data    {corpus.name}: {train_tokens:,} training and {val_tokens:,} validation tokens, seed {settings.seed}\n"
         f"run     steps {first_step + 1} to {settings.steps}, "
@@ -241,7 +246,7 @@ def shown(path: str | Path) -> str:
 
 
 def print_sample(config: GPTConfig, backend, tokenizer) -> None:
-    drawn = generate(backend.logits, start_of_text(tokenizer), config.block_size, SAMPLE_TOKENS)
+    drawn = generate(backend.decoder("bf16"), start_of_text(tokenizer), config.block_size, SAMPLE_TOKENS)
     print("\n" + tokenizers.decode(tokenizer, drawn).strip() + "\n", flush=True)
 
 

@@ -7,12 +7,14 @@ multiplies and accumulates in fp32, and rounds the result; gradients likewise. A
 
 import platform
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from amp import policy
 from amp.formats import FORMATS
+from csrc import build
 
 LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,14 +39,28 @@ class _Round(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dtype):
         ctx.dtype = dtype
-        return x.to(dtype).float()
+        return rounded(x, dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.to(ctx.dtype).float(), None
+        return rounded(grad, ctx.dtype), None
 
 
-def _rounded(value, dtype: torch.dtype):
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 tensor -> the nearest values of the low dtype, in fp32 storage; one pass where csrc/ is built."""
+    kernels = _kernels() if x.device.type == "cpu" else None
+    return kernels.rounded(x, dtype == torch.float16) if kernels else x.to(dtype).float()
+
+
+@cache
+def _kernels():
+    try:
+        return build.load()
+    except build.Unavailable:
+        return None
+
+
+def _operand(value, dtype: torch.dtype):
     """Rounds a floating-point tensor. fp64 and what is no such tensor pass, as under torch.autocast."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64:
         return _Round.apply(value.float(), dtype)
@@ -68,10 +84,10 @@ class _Emulation(TorchFunctionMode):
             )
         rule = policy.TABLE[PRODUCTS[name]]
         if rule.operands == policy.LOW:  # _Round also rounds the gradients on their way back
-            args = [_rounded(arg, dtype) for arg in args]
-            kwargs = {key: _rounded(value, dtype) for key, value in kwargs.items()}
+            args = [_operand(arg, dtype) for arg in args]
+            kwargs = {key: _operand(value, dtype) for key, value in kwargs.items()}
         result = func(*args, **kwargs)  # fp32 operands: products and sums in fp32
-        return _rounded(result, dtype) if rule.result == policy.LOW else result
+        return _operand(result, dtype) if rule.result == policy.LOW else result
 
 
 @contextmanager

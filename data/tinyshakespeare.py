@@ -7,7 +7,6 @@ by its hash. Without a network the run goes on with text that is on every machin
 import hashlib
 import http.client
 import os
-import sys
 import sysconfig
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
+from run.cache import cache_folder
 from run.errors import BadInput
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -123,21 +123,6 @@ def _tiny_shakespeare() -> tuple[bytes, tuple[str, ...]]:
         raise
     except (OSError, NotImplementedError):  # of the cache: read-only, full, no folder, locked for long
         return fresh or _download(), (f"downloaded Tiny Shakespeare; it could not be kept in {cached.parent}",)
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for this project, by the platform's custom; a temporary one for a user without a home."""
-    try:
-        home = Path.home()
-    except RuntimeError:
-        home = Path(tempfile.gettempdir())
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    return Path(base) / "minigpt"
 
 
 def _download() -> bytes:

@@ -15,8 +15,11 @@ from torch.nn import functional as F
 
 from amp import policy
 from amp.autocast import autocast, native_units
+from csrc.build import Unavailable
 from model.backend import Backend, Hardware
+from model.bf16_linear import BF16Linear, choose
 from model.config import GPTConfig, initial_weights, parameters
+from model.decode import decoder
 from run.errors import BadInput
 
 
@@ -42,9 +45,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(
-            4 * config.n_embd, config.n_embd
-        )  # the projection that a kernel of our own will compute
+        self.c_proj = BF16Linear(4 * config.n_embd, config.n_embd)  # in bf16 our own kernel computes it
 
     def forward(self, x):  # (B, T, C)
         x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
@@ -150,6 +151,12 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     gpt = MiniGPT(config)
     gpt.load_weights(initial_weights(config, settings.seed))
     gpt.to(device)
+    try:
+        op, kernel = choose(settings.kernel, device, hardware.dtype)
+    except Unavailable as error:
+        raise BadInput(f"--kernel {settings.kernel}: {error}") from None
+    for block in gpt.h:
+        block.mlp.c_proj.op = op
     optimizer = _adamw(gpt, settings, device)
     forward = torch.compile(gpt) if settings.compile else gpt
     enter_autocast = partial(autocast, device.type, hardware.dtype, hardware.emulated)
@@ -185,8 +192,11 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     def logits(tokens):
         return evaluating(tokens)[:, -1].cpu().numpy()
 
+    decode = partial(decoder, gpt, hardware.dtype)
     state, load_state = partial(_state, gpt, optimizer), partial(_load_state, gpt, optimizer)
-    return Backend(loss, optimizer, enter_autocast, clip_grad_norm_, evaluate, logits, state, load_state)
+    return Backend(
+        loss, optimizer, enter_autocast, clip_grad_norm_, evaluate, logits, decode, state, load_state, kernel
+    )
 
 
 def _adamw(gpt: MiniGPT, settings, device: torch.device) -> torch.optim.AdamW:

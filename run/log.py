@@ -19,6 +19,7 @@ class Row(NamedTuple):
     skipped: int  # steps skipped since the start
     tokens: int
     tokens_per_second: float  # since the row before
+    kernel: str  # who computed mlp.c_proj: forward/dx/dW
     seconds: float  # of training since this process started, without validation and saving
 
 
@@ -63,7 +64,9 @@ def read_log(path: Path) -> list[Row]:
     whole = {"step", "skipped", "tokens"}
 
     def value(name: str, text: str):
-        return None if text == "" else int(text) if name in whole else float(text)
+        if text == "" or name == "kernel":
+            return text or None
+        return int(text) if name in whole else float(text)
 
     with open(path, newline="", encoding="utf-8") as file:
         return [

@@ -21,6 +21,7 @@ ROW = Row(
     skipped=3,
     tokens=10**15,
     tokens_per_second=12345.678901234567,
+    kernel="cpu/library/library",
     seconds=1e300,
 )
 UNVALIDATED = ROW._replace(val=None, val_error=None)
@@ -64,7 +65,7 @@ def test_any_number_comes_back(tmp_path_factory, loss, val):
 
 def test_the_header_names_the_columns_of_a_row(tmp_path):
     header = write(tmp_path / "log.csv", []).decode().strip()
-    assert header == "step,loss,val,val_error,lr,grad_norm,scale,skipped,tokens,tokens_per_second,seconds"
+    assert header == "step,loss,val,val_error,lr,grad_norm,scale,skipped,tokens,tokens_per_second,kernel,seconds"
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
@@ -104,5 +105,5 @@ def test_a_row_cut_off_by_a_full_disk_does_not_stop_a_resume(tmp_path, share):
 
 def test_a_log_is_plain_csv(tmp_path):
     lines = write(tmp_path / "log.csv", rows(1, 2)).decode().splitlines()
-    assert [len(line.split(",")) for line in lines] == [11, 11, 11]
+    assert [len(line.split(",")) for line in lines] == [12, 12, 12]
     assert re.fullmatch(r"2,0\.5,,,.*", lines[2])

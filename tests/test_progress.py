@@ -19,6 +19,7 @@ ROW = Row(
     skipped=2,
     tokens=38400,
     tokens_per_second=13100.0,
+    kernel="cpu/library/library",
     seconds=3.0,
 )
 LINE = "step 50 | loss 2.3101 | lr 1.0e-03 | grad 0.50 | scale 32768 | skipped 2 | 13.1k tok/s"
