@@ -12,7 +12,7 @@ from data import tokenizer as tokenizers
 from data.tinyshakespeare import read_text
 from model import backend as backends
 from model.config import GPTConfig
-from run import checkpoint
+from run import checkpoint, hugging_face
 from run.errors import BadInput, run_script
 from run.flags import flag, name_of, read_flags
 from settings import Settings
@@ -22,7 +22,9 @@ from settings import Settings
 class SampleSettings:
     """Fields are flags, as in settings.py."""
 
-    checkpoint: str = flag("auto", "run folder (its best, then its last), step folder or Hugging Face GPT-2 folder")
+    checkpoint: str = flag(
+        "auto", "run folder (its best, then its last), step folder, Hugging Face GPT-2 folder, or gpt2, gpt2-medium, …"
+    )
     prompt: str | None = flag(None, "text to go on from; without one a terminal asks for it")
     prompt_file: str | None = flag(None, "UTF-8 file to read the prompt from")
     tokens: int = flag(300, "tokens to draw")
@@ -130,7 +132,8 @@ def read(argv: list[str] | None) -> SampleSettings:
 
 def load(s: SampleSettings) -> tuple[backends.Backend, object, GPTConfig]:
     """The model of --checkpoint, its tokenizer and its sizes."""
-    folder = checkpoint.find(s.checkpoint, pointers=("best.json", "latest.json"))
+    folder = hugging_face.published(s.checkpoint)
+    folder = folder or checkpoint.find(s.checkpoint, pointers=("best.json", "latest.json"))
     weights, sizes, description = checkpoint.load_model(folder)
     config = GPTConfig(**sizes)
     tokenizer = tokenizers.load(description or {"kind": "gpt2"})

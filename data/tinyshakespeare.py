@@ -48,8 +48,11 @@ class Corpus(NamedTuple):
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
-def load_corpus(name: str) -> Corpus:
-    """`name`: "tinyshakespeare", "stdlib", or the path of a UTF-8 text file. BadInput says what is wrong with it."""
+def load_corpus(name: str, fall_back: bool = True) -> Corpus:
+    """`name`: "tinyshakespeare", "stdlib", or the path of a UTF-8 text file. BadInput says what is wrong with it.
+
+    fall_back: where Tiny Shakespeare cannot be had, take the standard library; a run that goes on cannot.
+    """
     if name == "stdlib":
         return Corpus(name, _standard_library())
     if name != "tinyshakespeare":
@@ -57,10 +60,11 @@ def load_corpus(name: str) -> Corpus:
     try:
         raw, notes = _tiny_shakespeare()
     except OSError as error:
-        note = (
-            f"no Tiny Shakespeare ({getattr(error, 'reason', error)}): training on this Python's own library instead; "
-            f"to have it, put {FILE} into a folder and set MINIGPT_DATA to that folder"
-        )
+        why = f"no Tiny Shakespeare ({getattr(error, 'reason', error)})"
+        to_have_it = f"put {FILE} into a folder and set MINIGPT_DATA to that folder"
+        if not fall_back:
+            raise BadInput(f"{why}, and the run was trained on it: try again with a network, or {to_have_it}") from None
+        note = f"{why}: training on this Python's own library instead; to have it, {to_have_it}"
         return Corpus("stdlib", _standard_library(), (note,))
     return Corpus(name, decode(raw, FILE), notes)
 

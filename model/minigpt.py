@@ -7,6 +7,7 @@ import math
 import os
 import platform
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from model.backend import Backend, Hardware
 from model.bf16_linear import BF16Linear, choose
 from model.config import GPTConfig, initial_weights, parameters
 from model.decode import decoder
+from run import checkpoint, hugging_face
 from run.errors import BadInput
 
 
@@ -87,6 +89,15 @@ class MiniGPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.view(B * T, -1), targets.reshape(B * T), reduction="none").view(B, T).mean(1)
+
+    @classmethod
+    def from_pretrained(cls, wanted: str | Path) -> "MiniGPT":
+        """A GPT-2 folder of transformers' or ours, or a published one's name ("gpt2"). In evaluation mode, fp32."""
+        folder = hugging_face.published(str(wanted)) or Path(wanted)
+        weights, sizes, _ = checkpoint.load_model(folder)
+        gpt = cls(GPTConfig(**sizes)).eval()
+        gpt.load_weights({name: w.astype(np.float32, copy=False) for name, w in weights.items()})
+        return gpt
 
     @torch.no_grad()
     def load_weights(self, weights: dict[str, np.ndarray]) -> None:

@@ -361,7 +361,7 @@ def test_the_table_has_a_line_for_each_version_and_type():
 
 # ---- the checks can fail: a change of the source, and the check that notices it
 
-V5_LOAD = "if (row < rows && column < k) packs[i]"
+V5_LOAD = "if (row < rows && column < k)\n"
 V1_OFFSET = """  // the whole warp
     const int64_t row = result % p.m;
     const W* w = static_cast<const W*>(p.weight) + row * p.k;"""
