@@ -1,4 +1,4 @@
-"""Measures: `python benchmark.py [gemv|decode|step|traffic] [flags]`, by default gemv; each is a file in benchmarks/."""
+"""Measures: `python benchmark.py [gemv|decode|step|traffic] [flags]`, by default gemv: files of benchmarks/."""
 
 import sys
 from importlib import import_module

@@ -6,6 +6,7 @@ from pathlib import Path
 from amp.policy import TABLE
 from benchmarks.decode import DecodeSettings
 from benchmarks.gemv import GemvSettings
+from benchmarks.step import StepSettings
 from benchmarks.traffic import TrafficSettings
 from sample import SampleSettings
 from settings import Settings
@@ -21,7 +22,7 @@ def mapped_files() -> set[str]:
     for line in section.strip().splitlines():
         name = line.split()[0]
         if name.endswith("/"):
-            folder = name
+            folder = folder if line.startswith(" ") else name  # of a folder within, the line stands for all its files
         else:
             files.add(folder + name if line.startswith(" ") else name)
     return files
@@ -48,6 +49,10 @@ def test_every_source_file_has_a_test_file():
         "benchmarks/decode.py",
         "benchmarks/gemv.py",
         "benchmarks/traffic.py",
+        "benchmarks/profile.py",
+        "benchmarks/step.py",
+        "benchmarks/time_to_loss.py",
+        "benchmarks/worker.py",
         "benchmarks/gpu_check.py",
     }  # tested through what uses them
     for path in mapped_files() - without:
@@ -55,7 +60,7 @@ def test_every_source_file_has_a_test_file():
 
 
 def test_every_flag_that_is_shown_exists():
-    every = (Settings, SampleSettings, GemvSettings, DecodeSettings, TrafficSettings)
+    every = (Settings, SampleSettings, GemvSettings, DecodeSettings, StepSettings, TrafficSettings)
     fields = {name for settings in every for name in settings.__dataclass_fields__}
     ours = {f"--{name.replace('_', '-')}" for name in fields} | {"--help"}
     kin = {"--initial-loss-scale", "--hysteresis"}  # Megatron-LM's
