@@ -212,10 +212,13 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     optimizer = _adamw(masters, settings, config)
 
     def weights(low):
-        """What the model computes with: operands of products as shadows, all else as master weights."""
+        """What the model computes with: operands of products as shadows, all else as master weights.
+
+        Shadows are widened here, once for both shards, forward and backward.
+        """
 
         def shadow(parameter):
-            return parameter.shadow if parameter.dtype == low else narrow(parameter.data, low)
+            return widen(parameter.shadow if parameter.dtype == low else narrow(parameter.data, low))
 
         used = {name: shadow(p) if is_operand(name) else p.data for name, p in masters.items()}
         return used | {HEAD: shadow(masters[TIED])}
@@ -297,7 +300,7 @@ def _adamw(masters: dict[str, Parameter], settings, config: GPTConfig) -> AdamW:
     for decay, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
         names = [p.name for p in table if p.decay == decay]
         groups.append({"params": [masters[n] for n in names], "param_names": names, "weight_decay": weight_decay})
-    return AdamW(groups, settings.lr, (settings.beta1, settings.beta2), run=parallel.run)
+    return AdamW(groups, settings.lr, (settings.beta1, settings.beta2))
 
 
 def _state(masters: dict[str, Parameter], optimizer: AdamW) -> dict[str, dict[str, np.ndarray]]:
