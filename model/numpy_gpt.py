@@ -11,7 +11,7 @@ import numpy as np
 from amp import policy
 from amp.formats import narrow, widen
 from model import numpy_parallel as parallel
-from model.backend import Backend, Hardware, cpu_name
+from model.backend import Backend, Hardware, Kernel, cpu_name
 from model.config import GPTConfig, initial_weights, parameters
 from model.numpy_layers import (
     attention,
@@ -187,6 +187,7 @@ def _no_backward(d):
 REFUSED = {
     "compile": "has nothing to compile",
     "kernel": "has no kernel of its own",
+    "weights": "has no kernel of its own",
     "deterministic": "always is",
     "emulation": "always rounds the operands and multiplies in fp32",
 }
@@ -268,8 +269,10 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
         clip_grad_norm_=clip_grad_norm_,
         evaluate=evaluate,
         logits=logits,
+        decoder=lambda weights: logits,  # without a memory: every token is read again
         state=partial(_state, masters, optimizer),
         load_state=partial(_load_state, masters, optimizer),
+        kernel=Kernel("numpy", "NumPy's products"),
     )
 
 
