@@ -11,7 +11,7 @@ nothing is rounded, so arrays in fp64 go through in fp64.
 """
 
 import math
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -194,7 +194,7 @@ def attention_backward(do, qkv, p, kept, B, NH, low, rate):  # (N, C)
     return dqkv
 
 
-@cache
+@lru_cache(maxsize=1)
 def _future(T):
     """(T, T): -inf where a token would see one after it, else 0."""
     return np.triu(np.full((T, T), -np.inf, dtype=np.float32), 1)
