@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp import policy
-from amp.autocast import autocast, native_units
+from amp.autocast import autocast, native_units, who_rounds
 from csrc.build import Unavailable
 from model.backend import Backend, Hardware, cpu_name
 from model.bf16_linear import BF16Linear, choose
@@ -158,11 +158,14 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     gpt.load_weights(initial_weights(config, settings.seed))
     gpt.to(device)
     try:
-        op, kernel = choose(settings.kernel, device, hardware.dtype)
+        shape = (settings.batch_size * config.block_size, config.n_embd, 4 * config.n_embd)
+        op, kernel = choose(settings.kernel, device, hardware.dtype, shape)
     except Unavailable as error:
         raise BadInput(f"--kernel {settings.kernel}: {error}") from None
     for block in gpt.h:
         block.mlp.c_proj.op = op
+    if hardware.emulated:
+        kernel = kernel._replace(how=f"{kernel.how}; rounding by {who_rounds(device)}")
     optimizer = _adamw(gpt, settings, device)
     forward = torch.compile(gpt) if settings.compile else gpt
     enter_autocast = partial(autocast, device.type, hardware.dtype, hardware.emulated)
