@@ -177,6 +177,10 @@ def _graph(function: Callable, arguments: list, device: torch.device) -> tuple[C
     return replay, count
 
 
+def _ratio(row: Row) -> str:
+    return f"**{row.ratio:.2f}** ({row.spread[0]:.2f} to {row.spread[1]:.2f})"
+
+
 def by_case(rows: list[Row]) -> str:
     """A line for each of ours: its GB/s, and its ratios with their spread."""
     cases: dict[str, dict[str, Row]] = {}
