@@ -66,4 +66,4 @@ def cpu_name() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of the array libraries that this process has loaded."""
-    return {name: sys.modules[name].__version__ for name in ("numpy", "torch") if name in sys.modules}
+    return {name: sys.modules[name].__version__ for name in ("numpy", "torch") if sys.modules.get(name)}

@@ -290,7 +290,7 @@ def _adamw(weights: dict[str, Parameter], settings, config: GPTConfig) -> AdamW:
     for decay, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
         names = [p.name for p in table if p.decay == decay]
         groups.append({"params": [weights[n] for n in names], "param_names": names, "weight_decay": weight_decay})
-    return AdamW(groups, settings.lr, (settings.beta1, settings.beta2))
+    return AdamW(groups, settings.lr, (settings.beta1, settings.beta2), run=parallel.run)
 
 
 def _state(weights: dict[str, Parameter], optimizer: AdamW) -> dict[str, dict[str, np.ndarray]]:

@@ -117,20 +117,35 @@ def linear_backward(dy, x, weight, low):
 def gelu(x, low):  # (N, 4C), narrow
     """y = x / 2 · (1 + tanh(u)), u = sqrt(2/π) · (x + 0.044715 x³)"""
     x = widen(x)
-    return narrow(0.5 * (1 + _gelu_tanh(x, x * x)) * x, low)
+    y = _gelu_tanh(x, x * x)
+    y += 1
+    y *= x
+    y *= 0.5
+    return narrow(y, low)
 
 
 def gelu_backward(dy, x):
     """dy/dx = (1 + tanh(u)) / 2 + x / 2 · (1 - tanh²(u)) · du/dx, du/dx = sqrt(2/π) · (1 + 3 · 0.044715 x²)"""
     x = widen(x)
     xx = x * x
+    dx = (3 * GELU_SCALE * GELU_CUBIC) * xx  # in place from here on: the arrays of this layer are the largest
+    dx += GELU_SCALE  # du/dx
+    dx *= x
     tanh = _gelu_tanh(x, xx)
-    by_tanh = (1 - tanh * tanh) * x * ((3 * GELU_SCALE * GELU_CUBIC) * xx + GELU_SCALE)
-    return (by_tanh + tanh + 1) * dy * 0.5
+    dx *= 1 - tanh * tanh
+    dx += tanh
+    dx += 1
+    dx *= dy
+    dx *= 0.5
+    return dx
 
 
 def _gelu_tanh(x, xx):
-    return np.tanh((GELU_SCALE * GELU_CUBIC * xx + GELU_SCALE) * x)
+    """tanh(u); in the memory of xx = x²"""
+    xx *= GELU_SCALE * GELU_CUBIC
+    xx += GELU_SCALE
+    xx *= x
+    return np.tanh(xx, out=xx)
 
 
 # ---- causal multi-head self-attention (Vaswani et al. 2017)

@@ -4,6 +4,7 @@ Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", as torch.opti
 """
 
 import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -24,33 +25,44 @@ class Parameter:
 class AdamW:
     """`param_groups` as torch's: dicts of params, param_names, weight_decay, lr, betas and eps."""
 
-    def __init__(self, param_groups: list[dict], lr: float, betas: tuple[float, float], eps: float = 1e-8):
+    def __init__(
+        self,
+        param_groups: list[dict],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float = 1e-8,
+        run: Callable[[Callable, list], Iterable] = map,  # or one that calls for several parts at a time
+    ):
         self.param_groups = [{"lr": lr, "betas": betas, "eps": eps, **group} for group in param_groups]
-        self.steps = 0
-        named = [pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
-        self.exp_avg = {name: np.zeros_like(p.data) for name, p in named}
-        self.exp_avg_sq = {name: np.zeros_like(p.data) for name, p in named}
+        self.steps, self.run = 0, run
+        self.named = [
+            (group, name, parameter)
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        ]
+        self.exp_avg = {name: np.zeros_like(parameter.data) for _, name, parameter in self.named}
+        self.exp_avg_sq = {name: np.zeros_like(parameter.data) for _, name, parameter in self.named}
 
     def step(self) -> None:
-        """w -= lr · (m̂ / (sqrt(v̂) + eps) + decay · w), m̂ and v̂ the moments without their bias towards zero."""
         self.steps += 1
-        for group in self.param_groups:
+        list(self.run(self._update, [self.named[::2], self.named[1::2]]))  # a parameter does not depend on others
+
+    def _update(self, named: list[tuple]) -> None:
+        """w -= lr · (m̂ / (sqrt(v̂) + eps) + decay · w), m̂ and v̂ the moments without their bias towards zero."""
+        for group, name, parameter in named:
+            g, w, m, v = parameter.grad, parameter.data, self.exp_avg[name], self.exp_avg_sq[name]
+            if g is None:
+                continue
             lr, (beta1, beta2) = group["lr"], group["betas"]
-            step_size = lr / (1 - beta1**self.steps)
-            root_of_correction = math.sqrt(1 - beta2**self.steps)
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                g, w, m, v = parameter.grad, parameter.data, self.exp_avg[name], self.exp_avg_sq[name]
-                if g is None:
-                    continue
-                w *= 1 - lr * group["weight_decay"]
-                m += (1 - beta1) * (g - m)
-                v *= beta2
-                v += (1 - beta2) * g * g
-                denominator = np.sqrt(v)
-                denominator /= root_of_correction
-                denominator += group["eps"]
-                w -= step_size * m / denominator
-                parameter.refresh()
+            w *= 1 - lr * group["weight_decay"]
+            m += (1 - beta1) * (g - m)
+            v *= beta2
+            v += (1 - beta2) * g * g
+            denominator = np.sqrt(v)
+            denominator /= math.sqrt(1 - beta2**self.steps)
+            denominator += group["eps"]
+            w -= lr / (1 - beta1**self.steps) * m / denominator
+            parameter.refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
@@ -81,8 +93,8 @@ def clip_grad_norm_(parameters: list[Parameter], max_norm: float) -> float:
     gradients = [p.grad for p in parameters if p.grad is not None]
     with np.errstate(over="ignore", invalid="ignore"):
         norm = math.sqrt(sum(float(np.vdot(grad, grad)) for grad in gradients))
-        factor = max_norm / (norm + 1e-6)  # 1e-6 as in PyTorch, whose factor is also 1 at most
-        if factor < 1 or math.isnan(factor):
+        factor = max_norm / (norm + 1e-6)  # 1e-6 as in PyTorch
+        if max_norm < math.inf and not factor >= 1:
             for grad in gradients:
                 grad *= factor
     return norm
