@@ -3,7 +3,7 @@
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ import numpy as np
 from run.errors import BadInput
 from run.flags import name_of
 
-# Each has hardware(device, dtype, emulation) and build(settings, hardware, config); REFUSED, where it has one, names the
-# flags that it cannot honour.
+# Each has hardware(device, dtype, emulation) and build(settings, hardware, config), and may have REFUSED, which names
+# the flags that it cannot honour.
 MODULES = {"torch": "model.minigpt", "numpy": "model.numpy_gpt"}
 
 

@@ -127,7 +127,7 @@ def forward(weights, tokens, targets, config, low="fp32", random=None, keep=True
 
 
 def backward(weights, dlosses, cache, config, low="fp32"):  # (B,)
-    """The gradient of every weight, by name. The tied weight has two: as wte.weight and, of the head, as lm_head.weight."""
+    """The gradient of every weight, by name. The tied one has two: wte.weight's and, as the head, lm_head.weight's."""
     B, T = cache.tokens.shape
     dlogits = cross_entropy_backward(np.repeat(dlosses / T, T), cache.p, cache.targets)  # (N, V)
     df, dhead, _ = linear_backward(dlogits, cache.f, weights[HEAD], low)
@@ -205,70 +205,70 @@ def hardware(device: str, dtype: str, emulation: str) -> Hardware:
 def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     """The backend for train.py's settings."""
     parallel.prepare()
-    initial = initial_weights(config, settings.seed)
-    weights = {
+    masters = {  # LayerNorms and positions are no operands of products: they have no other shadow than themselves
         name: Parameter(w, hardware.dtype if is_operand(name) or name == TIED else "fp32")
-        for name, w in initial.items()
+        for name, w in initial_weights(config, settings.seed).items()
     }
-    optimizer = _adamw(weights, settings, config)
+    optimizer = _adamw(masters, settings, config)
 
-    def operands(low):
-        """What the model computes with: 16-bit shadows where the table says so, else master weights."""
-        shadow = {name: p.shadow if low == p.dtype else narrow(p.data, low) for name, p in weights.items()}
-        return {name: shadow[name] if is_operand(name) else p.data for name, p in weights.items()} | {HEAD: shadow[TIED]}
+    def weights(low):
+        """What the model computes with: operands of products as shadows, all else as master weights."""
+
+        def shadow(parameter):
+            return parameter.shadow if parameter.dtype == low else narrow(parameter.data, low)
+
+        used = {name: shadow(p) if is_operand(name) else p.data for name, p in masters.items()}
+        return used | {HEAD: shadow(masters[TIED])}
 
     def loss(x, y, key):
         low = policy.compute_dtype()  # here, since other threads do not see it
-        used, rows = operands(low), parallel.shards(len(x))
+        used, rows = weights(low), parallel.shards(len(x))
 
         def forward_shard(number, part):
             random = np.random.default_rng([*key, number]) if config.dropout else None
-            with np.errstate(all="ignore"):  # inf and NaN are the scaler's to notice
-                return forward(used, x[part], y[part], config, low, random)
+            return forward(used, x[part], y[part], config, low, random)
 
         losses, caches = map(list, zip(*parallel.run(forward_shard, range(len(rows)), rows), strict=True))
 
         def backward_shard(d, cache):
             dlosses = np.full(len(cache.tokens), d / len(x), dtype=np.float32)  # the loss is the mean over rows
-            with np.errstate(all="ignore"):
-                return backward(used, dlosses, cache, config, low)
+            return backward(used, dlosses, cache, config, low)
 
         def run_backward(d):
             if not caches:
                 _no_backward(d)
             parts = parallel.run(partial(backward_shard, d), caches)
             caches.clear()
-            _add_gradients(weights, parts, low)
+            _add_gradients(masters, parts, low)
 
         return Loss(np.concatenate(losses).mean(), run_backward)
 
     def evaluate(x, y):
-        used = operands(hardware.dtype)
+        used = weights(hardware.dtype)
 
         def evaluate_shard(part):
             return forward(used, x[part], y[part], config, hardware.dtype, keep=False)[0]
 
-        with np.errstate(all="ignore"):
-            return np.concatenate(parallel.run(evaluate_shard, parallel.shards(len(x)))).astype(np.float64)
+        return np.concatenate(parallel.run(evaluate_shard, parallel.shards(len(x)))).astype(np.float64)
 
     def logits(tokens):
-        used, (B, T) = operands(hardware.dtype), tokens.shape
+        used, (B, T) = weights(hardware.dtype), tokens.shape
         with np.errstate(all="ignore"):
             f, _ = hidden(used, tokens, config, hardware.dtype, keep=False)
             last = f.reshape(B, T, -1)[:, -1]  # (B, C)
             return widen(linear(last, used[HEAD], None, hardware.dtype))  # (B, V)
 
     autocast = partial(policy.computing, hardware.dtype)
-    state, load_state = partial(_state, weights, optimizer), partial(_load_state, weights, optimizer)
+    state, load_state = partial(_state, masters, optimizer), partial(_load_state, masters, optimizer)
     return Backend(loss, optimizer, autocast, clip_grad_norm_, evaluate, logits, state, load_state)
 
 
-def _add_gradients(weights: dict[str, Parameter], parts: list[dict], low: str) -> None:
+def _add_gradients(masters: dict[str, Parameter], parts: list[dict], low: str) -> None:
     """Sums the shards' gradients in order, rounds those of products' operands, adds them into `.grad`."""
 
     def add(names):
         for name in names:
-            parameter = weights[name]
+            parameter = masters[name]
             for part in (HEAD, TIED) if name == TIED else (name,):
                 gradient = parts[0][part]
                 for other in parts[1:]:
@@ -280,28 +280,28 @@ def _add_gradients(weights: dict[str, Parameter], parts: list[dict], low: str) -
                 else:
                     parameter.grad += gradient
 
-    names = list(weights)
+    names = list(masters)
     parallel.run(add, [names[part] for part in parallel.shards(len(names))])
 
 
-def _adamw(weights: dict[str, Parameter], settings, config: GPTConfig) -> AdamW:
+def _adamw(masters: dict[str, Parameter], settings, config: GPTConfig) -> AdamW:
     table = parameters(config)
     groups = []
     for decay, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
         names = [p.name for p in table if p.decay == decay]
-        groups.append({"params": [weights[n] for n in names], "param_names": names, "weight_decay": weight_decay})
+        groups.append({"params": [masters[n] for n in names], "param_names": names, "weight_decay": weight_decay})
     return AdamW(groups, settings.lr, (settings.beta1, settings.beta2), run=parallel.run)
 
 
-def _state(weights: dict[str, Parameter], optimizer: AdamW) -> dict[str, dict[str, np.ndarray]]:
-    return {"model": {name: p.data.copy() for name, p in weights.items()}, "optimizer": optimizer.state_dict()}
+def _state(masters: dict[str, Parameter], optimizer: AdamW) -> dict[str, dict[str, np.ndarray]]:
+    return {"model": {name: p.data.copy() for name, p in masters.items()}, "optimizer": optimizer.state_dict()}
 
 
-def _load_state(weights: dict[str, Parameter], optimizer: AdamW, arrays: dict[str, dict[str, np.ndarray]]) -> None:
+def _load_state(masters: dict[str, Parameter], optimizer: AdamW, arrays: dict[str, dict[str, np.ndarray]]) -> None:
     """Copies. ValueError where names or shapes differ."""
-    if missing := sorted(weights.keys() ^ arrays["model"].keys()):
+    if missing := sorted(masters.keys() ^ arrays["model"].keys()):
         raise ValueError(f"the weights do not fit this model: {missing[0]} is missing on one side")
-    for name, parameter in weights.items():
+    for name, parameter in masters.items():
         if parameter.data.shape != arrays["model"][name].shape:
             raise ValueError(f"{name}: expected shape {parameter.data.shape}, got {arrays['model'][name].shape}")
         parameter.data[...] = arrays["model"][name]

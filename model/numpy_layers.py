@@ -171,7 +171,7 @@ def attention(qkv, B, NH, low, rate, random):  # (N, 3C), narrow
 
 
 def attention_backward(do, qkv, p, kept, B, NH, low, rate):  # (N, C)
-    """dv = pᵀ do, dp = do vᵀ; through the softmax ds = p · (dp - Σ dp · p); dq = ds k / sqrt(HS), dk = dsᵀ q / sqrt(HS).
+    """dv = pᵀ do, dp = do vᵀ; by the softmax ds = p · (dp - Σ dp · p); dq = ds k / sqrt(HS), dk = dsᵀ q / sqrt(HS).
 
     The sum goes over the tokens that one token sees. What no token sees has p = 0, hence ds = 0. dq, dk and dv are
     rounded where linear_backward takes them.

@@ -1,7 +1,7 @@
 """Two halves of a batch side by side: NumPy leaves Python's lock while it computes, so plain threads are enough.
 
-A batch is cut into the same two shards everywhere, and what they give is added in order. So the number of cores does not
-change a bit of the result. BLAS is held to one thread: two of ours, each with several of its own, would fight for cores.
+A batch is cut into the same two shards everywhere, and what they give is added in order, so the number of cores does
+not change a bit of the result. BLAS is held to one thread: two of ours with several each would fight for the cores.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import numpy as np
 from threadpoolctl import ThreadpoolController
 
 SHARDS = 2
@@ -25,7 +26,12 @@ def shards(rows: int) -> list[slice]:
 
 def run(work: Callable, *arguments: Iterable) -> list:
     """[work(a, b, …) for a, b, … in zip(*arguments)], on two threads where there are two cores."""
-    return list(_threads().map(work, *arguments)) if cores() > 1 else list(map(work, *arguments))
+
+    def quietly(*arguments):
+        with np.errstate(all="ignore"):  # of inf and NaN the scaler tells; what the caller has set, threads do not see
+            return work(*arguments)
+
+    return list(_threads().map(quietly, *arguments)) if cores() > 1 else list(map(quietly, *arguments))
 
 
 def cores() -> int:

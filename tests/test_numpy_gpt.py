@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from amp.autocast import autocast
-from amp.formats import round_to, widen
+from amp.formats import round_to
 from amp.scaler import DynamicLossScaler
 from data.batches import Batches
 from data.tinyshakespeare import load_corpus
@@ -162,7 +161,9 @@ def arrays_of(kept) -> list[np.ndarray]:
 def test_operands_are_kept_in_16_bits_and_all_else_in_fp32(low):
     x, y = batches(4).get("train", 0, 0)
     _, cache = numpy_gpt.forward(narrowed(low), x, y, CONFIG, low)
-    kept = {"head": cache.f} | {f"{layer}.{n}": a for layer, b in enumerate(cache.blocks) for n, a in b._asdict().items()}
+    kept = {"head": cache.f} | {
+        f"{layer}.{n}": a for layer, b in enumerate(cache.blocks) for n, a in b._asdict().items()
+    }
     for name, array in kept.items():
         if name.endswith(("ln_1", "ln_2")):
             assert {part.dtype for part in array} == {np.dtype(np.float32)}, name
@@ -240,7 +241,7 @@ def test_an_overflow_in_fp16_skips_the_step_without_a_warning():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("low", LOW)
-def test_losses_with_and_without_mixed_precision_agree_within_1_percent_over_500_steps(low):
+def test_losses_with_and_without_mixed_precision_agree_within_0_3_percent_over_500_steps(low):
     text = load_corpus("stdlib").text
     tokenizer = train_tokenizer("char", text, None)
     data = Batches(tokenizer.encode(text), 64, 12, seed=1)
@@ -258,7 +259,7 @@ def test_losses_with_and_without_mixed_precision_agree_within_1_percent_over_500
     exact, mixed = losses("fp32"), losses(low)
     for step in (0, *range(9, 500, 10)):
         difference = abs(mixed[step] / exact[step] - 1)
-        assert difference < 0.01, f"step {step + 1}: {mixed[step]:.4f}, fp32 {exact[step]:.4f}"
+        assert difference < 0.003, f"step {step + 1}: {mixed[step]:.4f}, fp32 {exact[step]:.4f}"
     assert exact[-1] < 0.7 * exact[0]
 
 
@@ -425,7 +426,10 @@ def faults(*argv: str) -> list[str]:
         ("--compile", "--compile: --backend numpy has nothing to compile"),
         ("--deterministic", "--deterministic: --backend numpy always is"),
         ("--emulation off", "--emulation: --backend numpy always rounds the operands and multiplies in fp32"),
-        ("--emulation on --dtype fp32", "--emulation: --backend numpy always rounds the operands and multiplies in fp32"),
+        (
+            "--emulation on --dtype fp32",
+            "--emulation: --backend numpy always rounds the operands and multiplies in fp32",
+        ),
         ("--device cuda", "--device cuda: --backend numpy computes on the CPU: use --device cpu"),
         ("--device mps", "--device mps: --backend numpy computes on the CPU: use --device cpu"),
     ],
@@ -438,7 +442,9 @@ def test_a_kernel_is_refused_whatever_it_is_called():
     assert list(numpy_gpt.REFUSED) == ["compile", "kernel", "deterministic", "emulation"]
     from model import backend
 
-    assert backend.refused("numpy", {"kernel": "own"}) == {"kernel": "--kernel: --backend numpy has no kernel of its own"}
+    assert backend.refused("numpy", {"kernel": "own"}) == {
+        "kernel": "--kernel: --backend numpy has no kernel of its own"
+    }
     assert backend.refused("numpy", {"kernel": "auto", "dtype": "bf16"}) == {}
     assert backend.refused("torch", {"kernel": "own", "compile": True}) == {}
 
@@ -479,9 +485,11 @@ def test_training_and_sampling_run_where_torch_is_not_installed(tmp_path):
     trained = without_torch("train", f"{tiny} --steps 4 --dtype fp16 --out run".split(), tmp_path)
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "run" / "step-4" / "model.safetensors").is_file()
-    resumed = without_torch("train", "--resume run --steps 6".split(), tmp_path)
+    resumed = without_torch("train", ["--resume", "run", "--steps", "6"], tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    sampled = without_torch("sample", "--checkpoint run --backend numpy --prompt import --tokens 5".split(), tmp_path)
+    sampled = without_torch(
+        "sample", ["--checkpoint", "run", "--backend", "numpy", "--prompt", "import", "--tokens", "5"], tmp_path
+    )
     assert sampled.returncode == 0, sampled.stderr
     assert sampled.stdout.startswith("import")
 

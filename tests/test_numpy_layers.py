@@ -1,4 +1,4 @@
-"""Each layer's value and gradients against the same in PyTorch, in fp64; and what is kept between forward and backward."""
+"""Each layer's value and gradients against the same in PyTorch, in fp64; and where it rounds."""
 
 import numpy as np
 import pytest
