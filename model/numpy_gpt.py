@@ -258,9 +258,16 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
             last = f.reshape(B, T, -1)[:, -1]  # (B, C)
             return widen(linear(last, used[HEAD], None, hardware.dtype))  # (B, V)
 
-    autocast = partial(policy.computing, hardware.dtype)
-    state, load_state = partial(_state, masters, optimizer), partial(_load_state, masters, optimizer)
-    return Backend(loss, optimizer, autocast, clip_grad_norm_, evaluate, logits, state, load_state)
+    return Backend(
+        model=loss,
+        optimizer=optimizer,
+        autocast=partial(policy.computing, hardware.dtype),
+        clip_grad_norm_=clip_grad_norm_,
+        evaluate=evaluate,
+        logits=logits,
+        state=partial(_state, masters, optimizer),
+        load_state=partial(_load_state, masters, optimizer),
+    )
 
 
 def _add_gradients(masters: dict[str, Parameter], parts: list[dict], low: str) -> None:

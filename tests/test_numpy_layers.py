@@ -107,6 +107,28 @@ def test_a_linear_layer_multiplies_rounded_operands_in_fp32_and_rounds(low):
     np.testing.assert_array_equal(db, dy.sum(0))
 
 
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_both_products_of_attention_take_rounded_operands(low):
+    qkv, do = draw(B * T, 3 * C).astype(np.float32), round_to(draw(B * T, C).astype(np.float32), low)
+    kept = narrow(qkv, low)
+    o, p, _ = layers.attention(kept, B, NH, low, 0.0, None)
+    dqkv = layers.attention_backward(do, kept, p, None, B, NH, low, 0.0)
+    q, k, v = layers._heads(widen(kept), B, NH, 3)
+    do, dq, dk, dv = *layers._heads(do, B, NH), *layers._heads(dqkv, B, NH, 3)
+    p, HS = widen(p), C // NH
+    assert (p == round_to(p, low)).all()
+    dp = do @ v.swapaxes(-1, -2)
+    ds = round_to(p * (dp - (dp * p).sum(-1, keepdims=True)) * np.float32(HS**-0.5), low)
+    # 1e-6 is fp32's rounding; without that of the operands the results are off by 1e-4 (fp16) or 1e-3 (bf16)
+    for name, ours, expected in (
+        ("o", layers._heads(widen(o), B, NH)[0], round_to(p @ v, low)),
+        ("dq", dq, ds @ k),
+        ("dk", dk, ds.swapaxes(-1, -2) @ q),
+        ("dv", dv, p.swapaxes(-1, -2) @ do),
+    ):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
 def test_softmax_and_cross_entropy_do_not_overflow():
     logits = np.array([[1e4, 0.0], [-1e4, 0.0]], np.float32)
     losses, p = layers.cross_entropy(logits, np.array([0, 0]))
