@@ -70,11 +70,12 @@ class Settings:
     resume: str | None = flag(None, "auto (the newest checkpoint of --out) or a run or step folder")
     overwrite: bool = flag(False, "replace the run that --out holds")
     compile: bool = flag(False, "torch.compile the model")
+    recompute: bool = flag(False, "compute each block again in backward: less memory, more time, the same bits")
     deterministic: bool = flag(False, "only deterministic algorithms; slower on CUDA")
 
 
 # What belongs to one process or one machine, so that a checkpoint does not keep it.
-NOT_SAVED = ("device", "out", "resume", "overwrite", "compile", "deterministic")
+NOT_SAVED = ("device", "out", "resume", "overwrite", "compile", "recompute", "deterministic")
 # What a checkpoint's weights depend on: a resumed run must not change these.
 FIXED = ("n_layer", "n_head", "n_embd", "block_size", "tokenizer", "vocab_size")
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
