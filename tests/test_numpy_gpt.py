@@ -425,6 +425,10 @@ def faults(*argv: str) -> list[str]:
     [
         ("--compile", "--compile: --backend numpy has nothing to compile"),
         ("--deterministic", "--deterministic: --backend numpy always is"),
+        (
+            "--recompute",
+            "--recompute: --backend numpy keeps all that backward needs: use --backend engine or torch",
+        ),
         ("--emulation off", "--emulation: --backend numpy always rounds the operands and multiplies in fp32"),
         (
             "--emulation on --dtype fp32",
@@ -439,7 +443,7 @@ def test_a_flag_that_this_backend_cannot_honour_is_refused_by_name(flag, line):
 
 
 def test_a_kernel_is_refused_whatever_it_is_called():
-    assert list(numpy_gpt.REFUSED) == ["compile", "kernel", "deterministic", "emulation"]
+    assert list(numpy_gpt.REFUSED) == ["compile", "kernel", "deterministic", "recompute", "emulation"]
     from model import backend
 
     assert backend.refused("numpy", {"kernel": "own"}) == {
