@@ -13,7 +13,7 @@ from contextvars import ContextVar
 import numpy as np
 
 from engine.autocast import op
-from engine.tensor import Tensor, backpropagate, record, sources
+from engine.tensor import Tensor, backpropagate, record, remember, sources
 
 GELU_SCALE, GELU_CUBIC = (2 / math.pi) ** 0.5, 0.044715
 
@@ -71,7 +71,8 @@ def tanh(x):
 
 @op()
 def reshape(x, *shape: int):
-    return record(x.data.reshape(shape), (x,), lambda dy: (dy.reshape(x.shape),))
+    before = x.shape  # and not x, whose numbers the derivative does not need
+    return record(x.data.reshape(shape), (x,), lambda dy: (dy.reshape(before),))
 
 
 @op()
@@ -88,8 +89,10 @@ def take(x, index):
         if not isinstance(part, int | np.integer | slice | type(None) | type(Ellipsis)) or isinstance(part, bool):
             raise TypeError(f"take: an index is a whole number or a slice, not {type(part).__name__}: use embedding")
 
+    shape = x.shape
+
     def derive(dy):
-        dx = np.zeros_like(x.data)
+        dx = np.zeros(shape, dy.dtype)
         dx[index] = dy
         return (dx,)
 
@@ -110,15 +113,17 @@ def split(x, parts: int, axis: int = -1) -> list[Tensor]:
 
 @op("reduction")
 def sum(x, axis=None, keepdims: bool = False):
+    shape = x.shape
     y = x.data.sum(axis, keepdims=keepdims)
-    return record(y, (x,), lambda dy: (np.broadcast_to(_unreduced(dy, x, axis, keepdims), x.shape),))
+    return record(y, (x,), lambda dy: (np.broadcast_to(_unreduced(dy, shape, axis, keepdims), shape),))
 
 
 @op("reduction")
 def mean(x, axis=None, keepdims: bool = False):
+    shape = x.shape
     y = x.data.mean(axis, keepdims=keepdims)
     share = y.size / x.data.size
-    return record(y, (x,), lambda dy: (np.broadcast_to(_unreduced(dy * share, x, axis, keepdims), x.shape),))
+    return record(y, (x,), lambda dy: (np.broadcast_to(_unreduced(dy * share, shape, axis, keepdims), shape),))
 
 
 @op("reduction")
@@ -128,14 +133,14 @@ def max(x, axis=None, keepdims: bool = False):
 
     def derive(dy):
         largest = x.data == y
-        return (_unreduced(dy, x, axis, keepdims) * largest / largest.sum(axis, keepdims=True),)
+        return (_unreduced(dy, x.shape, axis, keepdims) * largest / largest.sum(axis, keepdims=True),)
 
     return record(x.data.max(axis, keepdims=keepdims), (x,), derive)
 
 
-def _unreduced(dy, x, axis, keepdims):
+def _unreduced(dy, shape, axis, keepdims):
     """Puts the axes back, with length 1."""
-    return dy if keepdims else np.expand_dims(dy, tuple(range(x.data.ndim)) if axis is None else axis)
+    return dy if keepdims else np.expand_dims(dy, tuple(range(len(shape))) if axis is None else axis)
 
 
 # ---- products
@@ -153,17 +158,17 @@ def matmul(a, b):
 @op("linear")
 def linear(x, weight, bias=None):  # (..., in), (out, in), (out,)
     """y = x Wᵀ + b"""
-    flat = x.data.reshape(-1, x.shape[-1])  # one product for the whole batch
+    shape, flat = x.shape, x.data.reshape(-1, x.shape[-1])  # one product for the whole batch
     y = flat @ weight.data.T
     if bias is not None:
         y += bias.data
 
     def derive(dy):
         dy = dy.reshape(-1, dy.shape[-1])
-        dx, dweight = (dy @ weight.data).reshape(x.shape), dy.T @ flat
+        dx, dweight = (dy @ weight.data).reshape(shape), dy.T @ flat
         return (dx, dweight) if bias is None else (dx, dweight, dy.sum(0))
 
-    return record(y.reshape(*x.shape[:-1], -1), (x, weight) if bias is None else (x, weight, bias), derive)
+    return record(y.reshape(*shape[:-1], -1), (x, weight) if bias is None else (x, weight, bias), derive)
 
 
 # ---- the layers of a GPT
@@ -355,13 +360,13 @@ def attention(qkv, rate: float = 0.0):  # (3, B, NH, T, HS): queries, keys, valu
 
 def total(parts: list[Tensor], run: Callable[[Callable, list], Iterable] = map) -> Tensor:
     """The sum of losses whose graphs have only leaves in common, so that `run` may go back through them in threads."""
-    leaves = sources(parts)
+    leaves, nodes = sources(parts), [part.node for part in parts]
 
     def derive(dy):
-        found = list(run(lambda part: backpropagate(part, dy), parts))
+        found = list(run(lambda node: backpropagate(node, dy), nodes))
         return [_sum_in_order([gradients[leaf] for gradients in found if leaf in gradients]) for leaf in leaves]
 
-    return record(np.sum([part.data for part in parts], axis=0, dtype=parts[0].data.dtype), leaves, derive)
+    return remember(np.sum([part.data for part in parts], axis=0, dtype=parts[0].data.dtype), leaves, derive)
 
 
 def _sum_in_order(arrays):

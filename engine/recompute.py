@@ -8,7 +8,7 @@ from copy import deepcopy
 
 from amp import policy
 from engine.ops import drawing, generator
-from engine.tensor import Tensor, backpropagate, is_recording, now, record, recording, sources
+from engine.tensor import Tensor, backpropagate, is_recording, now, recording, remember, sources
 
 
 def recompute(function: Callable[..., Tensor], *args) -> Tensor:
@@ -27,7 +27,7 @@ def recompute(function: Callable[..., Tensor], *args) -> Tensor:
         since = now()
         with policy.computing(low), drawing(random), recording(True):
             second = function(*args)
-        gradients = backpropagate(second, dy, since)
-        return [gradients.get(tensor) for tensor in used]
+        gradients = backpropagate(second.node, dy, since)
+        return [gradients.get(node) for node in used]
 
-    return record(first.data, used, derive)  # here the graph of the first run goes
+    return remember(first.data, used, derive)  # here the graph of the first run goes

@@ -12,6 +12,16 @@ _recording: ContextVar[bool] = ContextVar("operations are recorded", default=Tru
 _ages = itertools.count()
 
 
+class Node:
+    """What a tensor remembers: where it came from. Not its numbers: an op keeps of them what its derivative needs."""
+
+    def __init__(self, data: np.ndarray, parents: tuple["Node | None", ...] = (), derive: Callable | None = None):
+        self.shape, self.dtype, self.grad = data.shape, data.dtype, None
+        self.parents = parents  # None for one that requires no gradient
+        self.derive = derive  # the gradient of this node -> a gradient for each of its parents; a leaf has none
+        self.age = next(_ages)  # above those of its parents
+
+
 class Tensor:
     """`data`, which is not copied, and `grad` are fp32 or fp64. A 16-bit number is an fp32 one that was rounded."""
 
@@ -23,10 +33,19 @@ class Tensor:
             if data.dtype.kind not in "fiub":
                 raise TypeError(f"a Tensor holds numbers, not {data.dtype}")
             data = data.astype(np.float32)
-        self.data, self.grad, self.requires_grad = data, None, requires_grad
-        self.parents: tuple[Tensor, ...] = ()
-        self.derive: Callable | None = None  # the gradient of this tensor -> a gradient for each of its parents
-        self.age = next(_ages)  # a tensor's is above those of its parents
+        self.data, self.node = data, Node(data) if requires_grad else None
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.node is not None
+
+    @property
+    def grad(self) -> np.ndarray | None:
+        return self.node and self.node.grad
+
+    @grad.setter
+    def grad(self, gradient: np.ndarray | None) -> None:
+        self.node.grad = gradient
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,7 +68,7 @@ class Tensor:
             gradient = np.ones_like(self.data)
         if np.shape(gradient) != self.shape:
             raise ValueError(f"backward: a gradient of shape {np.shape(gradient)} for a tensor of shape {self.shape}")
-        for leaf, dleaf in backpropagate(self, np.asarray(gradient, self.data.dtype)).items():
+        for leaf, dleaf in backpropagate(self.node, np.asarray(gradient, self.data.dtype)).items():
             if leaf.grad is None:
                 leaf.grad = dleaf.copy()  # it may be a view of another one, and whoever clips does so in place
             else:
@@ -64,30 +83,35 @@ def record(data: np.ndarray, parents: tuple[Tensor, ...], derive: Callable) -> T
 
     `derive` holds on to arrays, never to the result itself: with no cycles, memory goes when the last name of it goes.
     """
+    return remember(data, tuple(parent.node for parent in parents), derive)
+
+
+def remember(data: np.ndarray, parents: tuple[Node | None, ...], derive: Callable) -> Tensor:
+    """`record` for those who know the parents' nodes alone."""
     result = Tensor(data)
-    if _recording.get() and any(parent.requires_grad for parent in parents):
-        result.requires_grad, result.parents, result.derive = True, parents, derive
+    if _recording.get() and any(parents):
+        result.node = Node(result.data, parents, derive)
     return result
 
 
-def backpropagate(root: Tensor, gradient: np.ndarray, since: int = 0) -> dict[Tensor, np.ndarray]:
-    """The gradients of leaves and of tensors made before `since`, at which it stops. It consumes the graph.
+def backpropagate(root: Node, gradient: np.ndarray, since: int = 0) -> dict[Node, np.ndarray]:
+    """The gradients of leaves and of nodes made before `since`, at which it stops. It consumes the graph.
 
-    The youngest tensor goes first. All that was computed from a tensor is younger than it, so when its turn comes its
-    gradient is complete. A heap instead of recursion: a graph may be as deep as memory allows.
+    The youngest node goes first. All that came from a node is younger than it, so when its turn comes its gradient is
+    complete. A heap instead of recursion: a graph may be as deep as memory allows.
     """
     gradients, turns, found = {root: gradient}, [(-root.age, root)], {}
     while turns:
-        _, tensor = heapq.heappop(turns)
-        dy, parents, derive = gradients.pop(tensor), tensor.parents, tensor.derive
-        if is_source(tensor, since):
-            found[tensor] = dy
+        _, node = heapq.heappop(turns)
+        dy, parents, derive = gradients.pop(node), node.parents, node.derive
+        if is_source(node, since):
+            found[node] = dy
             continue
-        tensor.parents, tensor.derive = (), _consumed  # what is no longer needed goes at once
+        node.parents, node.derive = (), _consumed  # what is no longer needed goes at once
         for parent, dx in zip(parents, derive(dy), strict=True):
-            if not parent.requires_grad or dx is None:
+            if parent is None or dx is None:
                 continue
-            dx = undo_broadcast(np.asarray(dx, parent.data.dtype), parent.shape)
+            dx = undo_broadcast(np.asarray(dx, parent.dtype), parent.shape)
             if parent in gradients:
                 gradients[parent] = gradients[parent] + dx  # not in place: dx may be another's gradient, too
             else:
@@ -96,23 +120,23 @@ def backpropagate(root: Tensor, gradient: np.ndarray, since: int = 0) -> dict[Te
     return found
 
 
-def is_source(tensor: Tensor, since: int) -> bool:
-    return tensor.derive is None or tensor.age < since
+def is_source(node: Node, since: int) -> bool:
+    return node.derive is None or node.age < since
 
 
-def sources(roots: Iterable[Tensor], since: int = 0) -> tuple[Tensor, ...]:
-    """The tensors whose gradients `backpropagate` would find."""
-    waiting, seen = list(roots), set()
+def sources(roots: Iterable[Tensor], since: int = 0) -> tuple[Node, ...]:
+    """The nodes whose gradients `backpropagate` would find, the oldest first."""
+    waiting, seen = [root.node for root in roots], set()
     while waiting:
-        tensor = waiting.pop()
-        if tensor.requires_grad and tensor not in seen:
-            seen.add(tensor)
-            waiting += () if is_source(tensor, since) else tensor.parents
-    return tuple(sorted((tensor for tensor in seen if is_source(tensor, since)), key=lambda tensor: tensor.age))
+        node = waiting.pop()
+        if node and node not in seen:
+            seen.add(node)
+            waiting += () if is_source(node, since) else node.parents
+    return tuple(sorted((node for node in seen if is_source(node, since)), key=lambda node: node.age))
 
 
 def now() -> int:
-    """An age between those of the tensors that there are and those to come."""
+    """An age between those of the nodes that there are and those to come."""
     return next(_ages)
 
 

@@ -50,12 +50,16 @@ def blocks(x, weights, layers, config):
 
 
 def hidden(weights, tokens, config, recomputed: int = 0):  # (B, T)
-    """What goes into the head (B, T, C). Of so many layers at a time backward recomputes the inside; 0: it is kept."""
+    """What goes into the head (B, T, C). Of so many layers at a time backward recomputes the inside; 0: it is kept.
+
+    That of the last ones is kept: backward begins with them.
+    """
     x = embedding(weights[TIED], tokens) + weights["wpe.weight"][: tokens.shape[1]]  # (B, T, C)
     x = dropout(x, config.dropout)
     layers, size = range(config.n_layer), recomputed or config.n_layer
     for part in (layers[start : start + size] for start in layers[::size]):
-        x = recompute(blocks, x, weights, part, config) if recomputed else blocks(x, weights, part, config)
+        again = recomputed and part[-1] < layers[-1]
+        x = recompute(blocks, x, weights, part, config) if again else blocks(x, weights, part, config)
     return layer_norm(x, weights["ln_f.weight"], weights["ln_f.bias"])
 
 

@@ -75,11 +75,13 @@ class MiniGPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.recomputed = 0  # of so many blocks at a time backward recomputes the inside; 0: it is kept
+        # Of so many blocks at a time backward recomputes the inside. 0: it is kept, as it is of the last ones, with which
+        # backward begins.
+        self.recomputed = 0
         self.recompute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
     def blocks(self, x, start: int, stop: int):  # (B, T, C)
-        for layer in range(start, stop):
+        for layer in range(start, min(stop, len(self.h))):
             x = self.h[layer](x)
         return x
 
@@ -87,10 +89,10 @@ class MiniGPT(nn.Module):
         B, T = tokens.shape
         x = self.wte(tokens) + self.wpe.weight[:T]  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
-        L, size = len(self.h), self.recomputed if self.training else 0
-        for start in range(0, L, size or L):
-            stop = min(start + (size or L), L)
-            x = self.recompute(self.blocks, x, start, stop) if size else self.blocks(x, start, stop)
+        L, size = len(self.h), self.recomputed or len(self.h)
+        for start in range(0, L, size):
+            again = self.training and start + size < L
+            x = self.recompute(self.blocks, x, start, start + size) if again else self.blocks(x, start, start + size)
         logits = F.linear(self.ln_f(x), self.wte.weight)  # (B, T, V), the head is tied to the embedding
         logits = logits.to(x.dtype)  # out of the low dtype: softmax and cross-entropy are fp32
         if targets is None:

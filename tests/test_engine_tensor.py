@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.recompute import recompute
-from engine.tensor import Tensor, no_grad, recording
+from engine.tensor import Node, Tensor, no_grad, recording
 
 
 def leaf(*shape: int, dtype=np.float64, seed: int = 0) -> Tensor:
@@ -121,21 +121,22 @@ def test_memory_goes_with_the_last_name_without_the_garbage_collector(backward):
     gc.collect()
     gc.disable()
     try:
-        arrays, tensors, waiting = [], [], [loss := small_graph(x)]
+        loss = small_graph(x)
+        nodes, waiting = [weakref.ref(loss)], [loss.node]
         while waiting:
-            tensor = waiting.pop()
-            waiting += tensor.parents
-            if tensor is not x and tensor.parents:
-                tensors.append(weakref.ref(tensor))
-                arrays.append(weakref.ref(tensor.data))
-        del tensor
-        assert len(tensors) > 8
+            node = waiting.pop()
+            waiting += node.parents
+            if node.derive:
+                kept = [cell.cell_contents for cell in node.derive.__closure__ or ()]
+                nodes += [weakref.ref(thing) for thing in (node, *kept) if isinstance(thing, Node | np.ndarray)]
+        del node, kept
+        nodes = [ref for ref in nodes if ref() is not x.node and ref() is not x.data]
+        assert len(nodes) > 12
         if backward:
             loss.backward()
-            left = [ref for ref in tensors if ref() is not None]
-            assert left == [tensors[0]], "the graph outlives its backward"
+            assert [ref for ref in nodes if ref() is not None] == nodes[:2], "the graph outlives its backward"
         del loss
-        assert all(ref() is None for ref in tensors + arrays)
+        assert all(ref() is None for ref in nodes)
     finally:
         gc.enable()
 
