@@ -1,12 +1,16 @@
 # make train    train with defaults in an environment of its own
 # make test     the tests, without the slow ones
-# make test-slow, lint, format, gpu-check, clean
+# make bench    our bf16 kernel against the libraries
+# make test-slow, lint, format, cuda-check, gpu-check, clean
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement
 
-.PHONY: train test test-slow lint format gpu-check clean
+CUDA_VENV := .venv-cuda
+CXX_FILES = $(wildcard csrc/*.cu csrc/*.cpp csrc/*.h tests/cuda_on_cpu/*.cpp tests/cuda_on_cpu/*.h)
+
+.PHONY: train test test-slow bench lint format cuda-check gpu-check clean
 
 .venv: $(VENV)/run.stamp
 
@@ -29,17 +33,31 @@ test: $(VENV)/dev.stamp
 test-slow: $(VENV)/dev.stamp
 	$(RUN) -m pytest -m slow
 
+bench: $(VENV)/run.stamp
+	$(RUN) benchmark.py
+
 lint: $(VENV)/dev.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 
 format: $(VENV)/dev.stamp
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+$(CUDA_VENV)/run.stamp: requirements.txt
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt 'torch>=2.14'
+	touch $@
+
+# Compiles the CUDA extension with nvcc, against a CUDA build of PyTorch; needs no GPU.
+cuda-check: $(CUDA_VENV)/run.stamp
+	$(CUDA_VENV)/bin/python -m pytest -m cuda_build tests/test_cuda_build.py
 
 # On any CUDA machine, with the python3 it has.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CUDA_VENV)

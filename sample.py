@@ -12,7 +12,7 @@ from data import tokenizer as tokenizers
 from data.tinyshakespeare import read_text
 from model import backend as backends
 from model.config import GPTConfig
-from run import checkpoint
+from run import checkpoint, hugging_face
 from run.errors import BadInput, run_script
 from run.flags import flag, name_of, read_flags
 from settings import Settings
@@ -22,7 +22,9 @@ from settings import Settings
 class SampleSettings:
     """Fields are flags, as in settings.py."""
 
-    checkpoint: str = flag("auto", "run folder (its best, then its last), step folder or Hugging Face GPT-2 folder")
+    checkpoint: str = flag(
+        "auto", "run folder (its best, then its last), step folder, Hugging Face GPT-2 folder, or gpt2, gpt2-medium, …"
+    )
     prompt: str | None = flag(None, "text to go on from; without one a terminal asks for it")
     prompt_file: str | None = flag(None, "UTF-8 file to read the prompt from")
     tokens: int = flag(300, "tokens to draw")
@@ -35,6 +37,11 @@ class SampleSettings:
     backend: str = flag("torch", "what computes the logits", tuple(backends.MODULES))
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     dtype: str = flag("auto", "compute precision", ("auto", "fp32", "bf16", "fp16"))
+    weights: str = flag(
+        "bf16",
+        "how our bf16 kernel holds the weights: rounded once, or fp32, rounded as they are read",
+        ("bf16", "fp32"),
+    )
 
 
 def probabilities(logits: np.ndarray, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> np.ndarray:
@@ -68,13 +75,16 @@ def generate(
     top_p: float = 1.0,
     seed: int | list[int] = 0,
 ) -> Iterator[int]:
-    """Yields `count` tokens, each drawn from the model's distribution given the last `block_size` before it.
+    """Yields `count` tokens, each drawn from the model's distribution given at most the last `block_size` before it.
 
     logits: int64 (1, T) -> (1, V), of the last position. tokens: the prompt, int (n,), n >= 1.
     """
     random, context = np.random.default_rng(seed), [int(token) for token in tokens]
+    context = context[-block_size:]
     for _ in range(count):
-        row = logits(np.array([context[-block_size:]], dtype=np.int64))[0]  # (V,)
+        if len(context) > block_size:  # full: drop the oldest half, so that a cache is filled again only now and then
+            context = context[-max(1, block_size // 2) :]
+        row = logits(np.array([context], dtype=np.int64))[0]  # (V,)
         token = int(random.choice(len(row), p=probabilities(row, temperature, top_k, top_p)))
         context.append(token)
         yield token
@@ -124,7 +134,8 @@ def read(argv: list[str] | None) -> SampleSettings:
 
 def load(s: SampleSettings) -> tuple[backends.Backend, object, GPTConfig]:
     """The model of --checkpoint, its tokenizer and its sizes."""
-    folder = checkpoint.find(s.checkpoint, pointers=("best.json", "latest.json"))
+    folder = hugging_face.published(s.checkpoint)
+    folder = folder or checkpoint.find(s.checkpoint, pointers=("best.json", "latest.json"))
     weights, sizes, description = checkpoint.load_model(folder)
     config = GPTConfig(**sizes)
     tokenizer = tokenizers.load(description or {"kind": "gpt2"})
@@ -145,6 +156,7 @@ def sample(s: SampleSettings) -> None:
     """Prints the prompt and what the model makes of it, token by token; a terminal is asked for prompts."""
     backend, tokenizer, config = load(s)
     prompt = read_text(Path(s.prompt_file)) if s.prompt_file is not None else s.prompt
+    logits = backend.decoder(s.weights)
     ask = prompt is None and sys.stdin.isatty()
     while True:
         try:
@@ -157,7 +169,7 @@ def sample(s: SampleSettings) -> None:
         for number in range(s.num_samples):
             how = (s.tokens, s.temperature, s.top_k, s.top_p, [s.seed, number])
             print(tokenizers.decode(tokenizer, tokens) if text else "", end="", flush=True)
-            for piece in tokenizers.stream(tokenizer, generate(backend.logits, tokens, config.block_size, *how)):
+            for piece in tokenizers.stream(tokenizer, generate(logits, tokens, config.block_size, *how)):
                 print(piece, end="", flush=True)
             print("\n" if number + 1 < s.num_samples else "")
         if not ask:

@@ -34,6 +34,11 @@ class Settings:
     emulation: str = flag(
         "auto", "compute 16-bit products by rounding and fp32; auto: where units lack", ("auto", "on", "off")
     )
+    kernel: str = flag(
+        "auto",
+        "what computes mlp.c_proj in bf16; auto: own where it fits; require: stop where it cannot be built",
+        ("auto", "own", "library", "off", "require"),
+    )
     loss_scaling: str = flag("auto", "dynamic loss scale; off: fixed at 1; auto: on below fp32", ("auto", "on", "off"))
     init_scale: float = flag(2.0**15, "first loss scale")
     growth_interval: int = flag(500, "good steps in a row that double the loss scale")
@@ -68,14 +73,15 @@ class Settings:
     )
     out: str | None = flag(None, "run folder; default: runs/DATE-TIME-PRESET-DTYPE")
     resume: str | None = flag(None, "auto (the newest checkpoint of --out) or a run or step folder")
-    overwrite: bool = flag(False, "replace the run that --out holds")
+    overwrite: bool = flag(False, "replace the run that --out holds, once this one has saved")
+    verify_resume: bool = flag(False, "only prove that this run resumes exactly: 4 steps in a temporary folder")
     compile: bool = flag(False, "torch.compile the model")
-    recompute: bool = flag(False, "compute each block again in backward: less memory, more time, the same bits")
+    recompute: bool = flag(False, "compute blocks again in backward: less memory, more time, the same bits")
     deterministic: bool = flag(False, "only deterministic algorithms; slower on CUDA")
 
 
 # What belongs to one process or one machine, so that a checkpoint does not keep it.
-NOT_SAVED = ("device", "out", "resume", "overwrite", "compile", "recompute", "deterministic")
+NOT_SAVED = ("device", "out", "resume", "overwrite", "verify_resume", "compile", "recompute", "deterministic")
 # What a checkpoint's weights depend on: a resumed run must not change these.
 FIXED = ("n_layer", "n_head", "n_embd", "block_size", "tokenizer", "vocab_size")
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
@@ -90,6 +96,7 @@ class Request(NamedTuple):
     asked: dict  # the values before derivation, for the checkpoint: a resumed run derives anew from changed flags
     hardware: backend.Hardware
     resume_from: Path | None  # a step folder
+    notes: tuple[str, ...] = ()  # for the header: newer checkpoints that are damaged
 
 
 def _saved_settings(folder: Path) -> dict:
@@ -107,13 +114,13 @@ def _saved_settings(folder: Path) -> dict:
 def read(argv: list[str] | None) -> Request:
     """Reads and checks a command line. BadInput lists all faults, one a line."""
     flags, faults = read_flags(Settings, argv, "train.py", "Trains a GPT in mixed precision.")
-    resume_from, saved = None, {}
+    resume_from, saved, damaged = None, {}, []
     if "resume" in flags:
         try:
-            resume_from = checkpoint.find(flags["resume"], flags.get("out"))
+            resume_from, damaged = checkpoint.find_intact(flags["resume"], flags.get("out"))
             saved = _saved_settings(resume_from)
         except BadInput as error:
-            faults.append(f"--resume {error}")
+            faults += [f"--resume {line}" for line in str(error).splitlines()]
         faults += [
             f"{name_of(name)}: a resumed run has it from its checkpoint"
             for name in ("preset", "init_scale")
@@ -153,7 +160,8 @@ def read(argv: list[str] | None) -> Request:
         min_lr=settings.lr / 10 if settings.min_lr is None else settings.min_lr,
         save_every=settings.eval_every if settings.save_every is None else settings.save_every,
     )
-    return Request(settings, asked, hardware, resume_from)
+    damaged = [f"{line.removesuffix(': use another checkpoint')}: going on from {resume_from.name}" for line in damaged]
+    return Request(settings, asked, hardware, resume_from, tuple(damaged))
 
 
 def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_from: Path | None) -> list[str]:
@@ -208,6 +216,8 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_
             require(scaled, f"{name_of(name)}: loss scaling is off in this run: add --loss-scaling on")
     if hardware and flags.get("emulation") in ("on", "off"):
         require(hardware.dtype != "fp32", f"--emulation {s.emulation}: fp32 has nothing to emulate")
+    if hardware and flags.get("kernel", "auto") != "auto":
+        require(hardware.dtype == "bf16", f"--kernel {s.kernel}: the kernel is for bf16, this run is {hardware.dtype}")
     if "compile" in flags and hardware:
         require(
             not hardware.emulated,
@@ -228,6 +238,9 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_
             faults.append(f"--corpus {s.corpus}: no such file (names without a file: {names})")
     require(s.out is not None or not s.overwrite, "--overwrite: needs --out: a run without it has a folder of its own")
     require(not (s.resume and s.overwrite), "--overwrite: cannot be combined with --resume, which continues the run")
+    for name in ("out", "resume", "overwrite"):
+        alone = not (s.verify_resume and name in flags)
+        require(alone, f"{name_of(name)}: cannot be combined with --verify-resume, which has a folder of its own")
     require(s.out != "", "--out: is empty: name a folder")
     source = resume_from.parent if resume_from else None  # the run that is resumed
     out = Path(s.out) if s.out else source or Path("runs")
@@ -236,11 +249,10 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_
     kind = "not writable" if existing.is_dir() else "not a folder"
     require(writable, f"--out {out}: cannot be written, {existing} is {kind}")
     if source and out.absolute() == source.absolute():
-        newest = checkpoint.find(str(source)) if os.path.exists(source / "latest.json") else resume_from
-        require(
-            newest.name == resume_from.name,
-            f"--resume {resume_from}: {newest.name} is newer: go on in another folder with --out",
-        )
+        step = checkpoint.STEP_FOLDER.fullmatch(resume_from.name)
+        newer = checkpoint.intact_after(source, int(step[1])) if step else None
+        if newer:
+            faults.append(f"--resume {resume_from}: {newer.name} is newer: go on in another folder with --out")
     elif (s.out or source) and not s.overwrite and writable and checkpoint.holds_run(out):
         faults.append(f"--out {out}: holds a run: --resume {out} continues it, --overwrite replaces it")
     return faults

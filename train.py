@@ -17,11 +17,14 @@ from data.tinyshakespeare import load_corpus
 from model import backend as backends
 from model.config import GPTConfig, flops_per_token, parameter_count, peak_flops
 from optim.schedule import learning_rate
-from run import checkpoint
-from run.errors import BadInput, run_script
+from run import checkpoint, resume
+from run.errors import run_script
+from run.folder import open_folder
 from run.log import Log, Row, read_log
 from run.plot import plot
 from run.progress import Progress, thousands
+from run.stop import Stop, Stopped
+from run.verify import NotExact, verify_resume
 from sample import generate, start_of_text
 from settings import MAX_SCALE, Request, Settings, read
 
@@ -37,9 +40,9 @@ def train(request: Request) -> None:
     """One training run, from reading the corpus to a sample of the trained model."""
     settings, hardware, resume_from = request.settings, request.hardware, request.resume_from
     arrays, description, manifest = checkpoint.load(resume_from) if resume_from else ({}, {}, {})
-    corpus = load_corpus(settings.corpus)
+    corpus = load_corpus(settings.corpus, fall_back=not manifest)
     if manifest:
-        check_resume(settings, manifest, corpus, resume_from)
+        resume.check(settings, manifest, corpus, resume_from)
         tokenizer = tokenizers.load(description)
     else:
         tokenizer = tokenizers.train(settings.tokenizer, corpus.text, settings.vocab_size)
@@ -48,21 +51,35 @@ def train(request: Request) -> None:
     config = GPTConfig(vocab_size=tokenizer.vocab_size, **sizes)
     backend = backends.module(settings.backend).build(settings, hardware, config)
     scaler = build_scaler(settings)
-    first_step, best_val = 0, math.inf
+    versions = {"python": platform.python_version()} | backends.versions()
+    first_step, best_val, notes = 0, math.inf, [*request.notes, *corpus.notes]
     if manifest:
         backend.load_state(arrays)
-        restore_scaler(scaler, settings, manifest)
+        resume.restore_scaler(scaler, settings, manifest)
         first_step = manifest["step"]
         best_val = math.inf if manifest["best_val"] is None else manifest["best_val"]
-    out = open_out(settings, hardware, resume_from)
-    print_header(settings, hardware, config, corpus, batches, out, first_step)
+        notes += resume.notes(settings, request.asked, hardware, backend.kernel, versions, manifest)
+    about = resume.about_run(
+        settings, request.asked, hardware, backend.kernel, config, corpus, tokenizers.fingerprint(tokenizer), versions
+    )
+    del arrays, manifest  # three times the model's size, which a whole run need not hold
+    out, lock = open_folder(settings, hardware.dtype, resume_from, first_step)
+    print_header(settings, hardware, backend.kernel, config, corpus, batches, out, first_step, notes)
 
     optimizer = backend.optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tokens_per_step = settings.accumulation * settings.batch_size * settings.block_size
     evaluation_rows = max(1, EVALUATION_TOKENS // settings.block_size)
-    with drawing(out), Log(out / "log.csv", first_step) as log, Progress(first_step, settings.steps) as progress:
-        seconds, started, last_row_at = 0.0, time.perf_counter(), first_step
+    with (
+        lock,
+        drawing(out),
+        Stop() as stop,
+        Log(out / "log.csv", first_step) as log,
+        Progress(first_step, settings.steps) as progress,
+    ):
+        seconds, started, last_row_at = log.seconds, time.perf_counter(), first_step
+        replace = settings.overwrite  # with the first checkpoint: until then the old run stays
+        saved, unsaved = None, None  # the step that was saved last; why the last save failed, if it did
         for step in range(first_step, settings.steps):
             lr = learning_rate(step, settings.steps, settings.lr, settings.min_lr, settings.warmup)
             for group in optimizer.param_groups:
@@ -84,7 +101,8 @@ def train(request: Request) -> None:
             done, first, last = step + 1, step == first_step, step + 1 == settings.steps
             validate = last or is_due(settings.eval_every, done)
             save = last or is_due(settings.save_every, done)
-            if not (validate or save or first or is_due(settings.log_every, done)):
+            to_log = validate or save or done == 1 or is_due(settings.log_every, done)  # the same rows after a resume
+            if not (to_log or first or stop.signal):
                 continue
             mean = sum(loss.item() for loss in losses) / settings.accumulation
             elapsed = time.perf_counter() - started  # of training alone, without validation, logging and saving
@@ -93,7 +111,6 @@ def train(request: Request) -> None:
             if validate:
                 val, val_error = mean_loss(backend.evaluate, batches.windows("val", evaluation_rows))
                 is_best = val < best_val  # false for NaN
-                best_val = val if is_best else best_val
             row = Row(
                 step=done,
                 loss=mean,
@@ -105,20 +122,36 @@ def train(request: Request) -> None:
                 skipped=scaler.skipped_steps,
                 tokens=done * tokens_per_step,
                 tokens_per_second=(done - last_row_at) * tokens_per_step / elapsed,
+                kernel=backend.kernel.code,
                 seconds=seconds,
             )
-            log.write(row)
+            if to_log:
+                log.write(row)
             diverged = not math.isfinite(mean if val is None else val)  # must not push out the last good checkpoint
-            if (save or is_best) and not diverged:
-                state = manifest_of(request, config, corpus, tokenizer, scaler, best_val)
-                checkpoint.save(out, done, backend.state(), asdict(config), tokenizer.describe(), state, is_best)
+            save = save or is_best or stop.signal is not None  # a signal from here on is for the next step
+            if save and not diverged:
+                best, state = val if is_best else best_val, backend.state()
+                manifest = about | resume.state_of(scaler, best)
+                try:
+                    checkpoint.save(out, done, state, asdict(config), tokenizer.describe(), manifest, is_best, replace)
+                    best_val, replace, saved, unsaved = best, False, done, None
+                except checkpoint.NotSaved as error:  # a full disk, say: the run goes on, its last save decides
+                    unsaved = str(error)
+                    progress.note(f"note    {unsaved}")
             progress.show(row)  # after saving: a terminal that went away must not cost the checkpoint
             started, last_row_at = time.perf_counter(), done
+            if stop.signal and save:
+                break
 
-    speed = (settings.steps - first_step) * tokens_per_step / seconds
+    if unsaved:
+        raise checkpoint.NotSaved(f"{unsaved}; earlier checkpoints are as they were")
+    if stop.signal:
+        there = f"{out / f'step-{saved}'} is saved" if saved == done else f"step {done} has a loss of {mean}: not saved"
+        raise Stopped(stop.signal, f"{there}; go on with: {go_on(settings, out, done)}")
+    speed = (settings.steps - first_step) * tokens_per_step / (seconds - log.seconds)
     if not math.isfinite(row.val):
         raise Diverged(f"the validation loss is {row.val}: lower --lr; the log is {out / 'log.csv'}")
-    print_end(config, hardware, row, speed, out)
+    print_end(settings, config, hardware, row, speed, out)
     print_sample(config, backend, tokenizer)
 
 
@@ -137,71 +170,21 @@ def build_scaler(settings: Settings) -> DynamicLossScaler:
     )
 
 
-# ---- resuming
-
-
-def check_resume(settings: Settings, manifest: dict, corpus, resume_from: Path) -> None:
-    if corpus.sha256 != manifest["corpus"]["sha256"]:
-        raise BadInput(
-            f"--resume {resume_from}: trained on another text ({manifest['corpus']['name']}) than {corpus.name} is now"
-        )
-    if manifest["step"] >= settings.steps:
-        raise BadInput(f"--resume {resume_from}: all {settings.steps} steps are done: ask for more with --steps")
-
-
-def restore_scaler(scaler: DynamicLossScaler, settings: Settings, manifest: dict) -> None:
-    if settings.loss_scaling == "on" and manifest["compute"]["loss_scaling"] == "on":
-        tracker = min(
-            manifest["scaler"]["_growth_tracker"], settings.growth_interval - 1
-        )  # the interval may be shorter now
-        scaler.load_state_dict(
-            manifest["scaler"] | {"growth_interval": settings.growth_interval, "_growth_tracker": tracker}
-        )
-    scaler.skipped_steps, scaler.consecutive_skips = manifest["skipped"], manifest["consecutive_skips"]
-
-
-def manifest_of(request: Request, config, corpus, tokenizer, scaler: DynamicLossScaler, best_val: float) -> dict:
-    """What a checkpoint must know besides arrays; rows, dropout and learning rate are functions of the step."""
-    return {
-        "best_val": best_val if best_val < math.inf else None,
-        "scaler": scaler.state_dict(),
-        "skipped": scaler.skipped_steps,
-        "consecutive_skips": scaler.consecutive_skips,
-        "settings": request.asked | {"corpus": corpus.name},
-        "config": asdict(config),
-        "corpus": {"name": corpus.name, "sha256": corpus.sha256},
-        "tokenizer_fingerprint": tokenizers.fingerprint(tokenizer),
-        "compute": request.hardware._asdict() | {"loss_scaling": request.settings.loss_scaling},
-        "versions": {"python": platform.python_version()} | backends.versions(),
-    }
-
-
 # ---- what a person sees before and after
 
 
-def open_out(settings: Settings, hardware: backends.Hardware, resume_from: Path | None) -> Path:
-    """The run folder, made or emptied as asked. BadInput where it cannot be written."""
-    try:
-        if settings.out or resume_from:
-            out = Path(settings.out) if settings.out else resume_from.parent
-            out.mkdir(parents=True, exist_ok=True)
-            if settings.overwrite:
-                checkpoint.remove_run(out)
-            return out
-        name, number = f"{time.strftime('%Y-%m-%d-%H%M%S')}-{settings.preset}-{hardware.dtype}", 1
-        while True:  # two runs may start in the same second
-            out = Path("runs") / (name if number == 1 else f"{name}-{number}")
-            try:
-                out.mkdir(parents=True)
-                return out
-            except FileExistsError:
-                number += 1
-    except OSError as error:
-        raise BadInput(f"--out {error.filename}: cannot be written ({error.strerror})") from None
-
-
-def print_header(settings, hardware, config: GPTConfig, corpus, batches: Batches, out: Path, first_step: int) -> None:
-    for note in corpus.notes:
+def print_header(
+    settings,
+    hardware,
+    kernel,
+    config: GPTConfig,
+    corpus,
+    batches: Batches,
+    out: Path,
+    first_step: int,
+    notes: list[str],
+) -> None:
+    for note in notes:
         print(f"note    {note}")
     train_tokens, val_tokens = (len(batches.tokens[split]) for split in ("train", "val"))
     if settings.loss_scaling == "on":
@@ -213,6 +196,7 @@ def print_header(settings, hardware, config: GPTConfig, corpus, batches: Batches
         f"{config.n_embd} channels, context {config.block_size}, vocabulary {config.vocab_size}\n"
         f"device  {hardware.device}: {hardware.device_name}\n"
         f"dtype   {hardware.dtype}: {hardware.how}\n"
+        f"kernel  mlp.c_proj: {kernel.how}\n"
         f"scaling {scaling}\n"
         f"data    {corpus.name}: {train_tokens:,} training and {val_tokens:,} validation tokens, seed {settings.seed}\n"
         f"run     steps {first_step + 1} to {settings.steps}, "
@@ -221,17 +205,31 @@ def print_header(settings, hardware, config: GPTConfig, corpus, batches: Batches
     )
 
 
-def print_end(config: GPTConfig, hardware, row: Row, speed: float, out: Path) -> None:
+def print_end(settings, config: GPTConfig, hardware, row: Row, speed: float, out: Path) -> None:
     peak = peak_flops(hardware.device_name, hardware.dtype)
     mfu = f"{speed * flops_per_token(config) / peak:.1%}" if peak else "n/a (peak of this device not known)"
-    python, script, folder = (shlex.quote(shown(path)) for path in (sys.executable, __file__, str(out)))
+    python, sampler, folder = (
+        shlex.quote(shown(path)) for path in (sys.executable, Path(__file__).with_name("sample.py"), str(out))
+    )
     print(
         f"done    val {row.val:.4f} ± {row.val_error:.4f} | {thousands(speed)} tok/s | MFU {mfu}\n"
         f"saved   {out / f'step-{row.step}'}, {out / 'log.csv'}, {out / 'loss.png'}\n"
-        f"go on   {python} {script} --resume {folder} --steps {2 * row.step}\n"
-        f"sample  {python} {shlex.quote(shown(Path(__file__).with_name('sample.py')))} --checkpoint {folder}",
+        f"go on   {go_on(settings, out, row.step)}\n"
+        f"sample  {python} {sampler} --checkpoint {folder}",
         flush=True,
     )
+
+
+def go_on(settings: Settings, out: Path, done: int) -> str:
+    """The command that continues a run."""
+    python, script, folder = (shlex.quote(shown(path)) for path in (sys.executable, __file__, str(out)))
+    more = [f"--steps {2 * done}"] if done == settings.steps else []
+    return " ".join([python, script, "--resume", folder, *more, *switches(settings)])
+
+
+def switches(settings: Settings) -> list[str]:
+    """Flags without a value that no checkpoint keeps."""
+    return [f"--{name}" for name in ("compile", "recompute", "deterministic") if getattr(settings, name)]
 
 
 def shown(path: str | Path) -> str:
@@ -241,7 +239,7 @@ def shown(path: str | Path) -> str:
 
 
 def print_sample(config: GPTConfig, backend, tokenizer) -> None:
-    drawn = generate(backend.logits, start_of_text(tokenizer), config.block_size, SAMPLE_TOKENS)
+    drawn = generate(backend.decoder("bf16"), start_of_text(tokenizer), config.block_size, SAMPLE_TOKENS)
     print("\n" + tokenizers.decode(tokenizer, drawn).strip() + "\n", flush=True)
 
 
@@ -257,11 +255,24 @@ def drawing(out: Path):
             print(f"note    no picture: {error}")
 
 
+def start(argv: list[str]) -> None:
+    request = read(argv)
+    if request.settings.verify_resume:
+        flags = [word for word in argv if word != "--verify-resume"]
+        kept_by_nobody = ["--device", request.settings.device, *switches(request.settings)]
+        print(verify_resume(__file__, flags, kept_by_nobody))
+    else:
+        train(request)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 trained, 1 diverged or out of memory, 2 bad input, 130 interrupted."""
+    """Exit status: 0 trained, 1 diverged, out of memory or not saved, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
     try:
-        return run_script("train.py", lambda: train(read(argv)))
-    except (TooManySkips, Diverged) as error:
+        return run_script("train.py", lambda: start(sys.argv[1:] if argv is None else argv))
+    except Stopped as stopped:
+        print(f"train.py: {stopped}", file=sys.stderr)
+        return stopped.status
+    except (TooManySkips, Diverged, NotExact, checkpoint.NotSaved) as error:
         print(f"train.py: stopped: {error}", file=sys.stderr)
     except (MemoryError, RuntimeError) as error:
         # NumPy's MemoryError has a class of its own; torch.OutOfMemoryError on CUDA, a plain RuntimeError on a CPU

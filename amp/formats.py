@@ -70,9 +70,9 @@ def _nearest_bf16(x: np.ndarray) -> np.ndarray:
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
-    nan = np.isnan(bits.view(np.float32))
-    if nan.any():  # the carry could turn a NaN's mantissa into inf or into -0
-        rounded[nan] = 0x7FC00000
+    x = bits.view(np.float32)
+    if x.size and np.isnan(x.max()):  # the carry could turn a NaN's mantissa into inf or into -0
+        rounded[np.isnan(x)] = 0x7FC00000
     return rounded
 
 

@@ -7,7 +7,6 @@ by its hash. Without a network the run goes on with text that is on every machin
 import hashlib
 import http.client
 import os
-import sys
 import sysconfig
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
+from run.cache import cache_folder
 from run.errors import BadInput
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -48,8 +48,11 @@ class Corpus(NamedTuple):
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
-def load_corpus(name: str) -> Corpus:
-    """`name`: "tinyshakespeare", "stdlib", or the path of a UTF-8 text file. BadInput says what is wrong with it."""
+def load_corpus(name: str, fall_back: bool = True) -> Corpus:
+    """`name`: "tinyshakespeare", "stdlib", or the path of a UTF-8 text file. BadInput says what is wrong with it.
+
+    fall_back: where Tiny Shakespeare cannot be had, take the standard library; a run that goes on cannot.
+    """
     if name == "stdlib":
         return Corpus(name, _standard_library())
     if name != "tinyshakespeare":
@@ -57,10 +60,11 @@ def load_corpus(name: str) -> Corpus:
     try:
         raw, notes = _tiny_shakespeare()
     except OSError as error:
-        note = (
-            f"no Tiny Shakespeare ({getattr(error, 'reason', error)}): training on this Python's own library instead; "
-            f"to have it, put {FILE} into a folder and set MINIGPT_DATA to that folder"
-        )
+        why = f"no Tiny Shakespeare ({getattr(error, 'reason', error)})"
+        to_have_it = f"put {FILE} into a folder and set MINIGPT_DATA to that folder"
+        if not fall_back:
+            raise BadInput(f"{why}, and the run was trained on it: try again with a network, or {to_have_it}") from None
+        note = f"{why}: training on this Python's own library instead; to have it, {to_have_it}"
         return Corpus("stdlib", _standard_library(), (note,))
     return Corpus(name, decode(raw, FILE), notes)
 
@@ -123,21 +127,6 @@ def _tiny_shakespeare() -> tuple[bytes, tuple[str, ...]]:
         raise
     except (OSError, NotImplementedError):  # of the cache: read-only, full, no folder, locked for long
         return fresh or _download(), (f"downloaded Tiny Shakespeare; it could not be kept in {cached.parent}",)
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for this project, by the platform's custom; a temporary one for a user without a home."""
-    try:
-        home = Path.home()
-    except RuntimeError:
-        home = Path(tempfile.gettempdir())
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    return Path(base) / "minigpt"
 
 
 def _download() -> bytes:

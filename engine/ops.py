@@ -219,7 +219,7 @@ def _softmax(x):
     """In place. e^x cannot overflow once the largest x is 0, and the quotient is the same."""
     x -= x.max(-1, keepdims=True)
     np.exp(x, out=x)
-    x /= x.sum(-1, keepdims=True)
+    x /= np.einsum("...i->...", x)[..., None]
     return x
 
 

@@ -28,6 +28,13 @@ class Hardware(NamedTuple):
     how: str  # for the header: by which units, or why emulated
 
 
+class Kernel(NamedTuple):
+    """Who computes mlp.c_proj."""
+
+    code: str  # for programs: forward/dx/dW, like "cpu/library/library"
+    how: str  # for the header, with the reason where it is not our own code
+
+
 class Backend(NamedTuple):
     """A model, its optimizer, and the few things that differ between ways to compute. Arrays are NumPy's."""
 
@@ -37,8 +44,11 @@ class Backend(NamedTuple):
     clip_grad_norm_: Callable[[list, float], Any]  # (parameters, max_norm) -> the norm before clipping
     evaluate: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (x, y) -> (B,) mean loss of each row
     logits: Callable[[np.ndarray], np.ndarray]  # int64 (B, T) -> fp32 (B, V), of the last position
+    # (weights "fp32" or "bf16") -> logits with a memory: tokens that go on from its last call cost only what is new
+    decoder: Callable[[str], Callable[[np.ndarray], np.ndarray]]
     state: Callable[[], dict[str, dict[str, np.ndarray]]]  # {"model": {name: array}, "optimizer": {name: array}}
     load_state: Callable[[dict[str, dict[str, np.ndarray]]], None]
+    kernel: Kernel
 
 
 def module(name: str):

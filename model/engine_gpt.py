@@ -15,7 +15,7 @@ from engine.recompute import recompute
 from engine.tensor import no_grad
 from model import numpy_gpt
 from model import numpy_parallel as parallel
-from model.backend import Backend, Hardware
+from model.backend import Backend, Hardware, Kernel
 from model.config import GPTConfig, initial_weights
 from model.numpy_gpt import TIED, is_operand
 from optim.adamw import clip_grad_norm_
@@ -113,6 +113,8 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
         clip_grad_norm_=clip_grad_norm_,
         evaluate=evaluate,
         logits=logits,
+        decoder=lambda weights: logits,  # without a memory: every token is read again
         state=partial(numpy_gpt.state, weights, optimizer),
         load_state=partial(numpy_gpt.load_state, weights, optimizer),
+        kernel=Kernel("numpy", "NumPy's products"),
     )

@@ -7,6 +7,7 @@ import math
 import os
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,8 +17,12 @@ from torch.nn import functional as F
 
 from amp import policy
 from amp.autocast import autocast, native_units
+from csrc.build import Unavailable
 from model.backend import Backend, Hardware, cpu_name
+from model.bf16_linear import BF16Linear, choose
 from model.config import GPTConfig, initial_weights, parameters
+from model.decode import decoder
+from run import checkpoint, hugging_face
 from run.errors import BadInput
 
 
@@ -43,9 +48,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(
-            4 * config.n_embd, config.n_embd
-        )  # the projection that a kernel of our own will compute
+        self.c_proj = BF16Linear(4 * config.n_embd, config.n_embd)  # in bf16 our own kernel computes it
 
     def forward(self, x):  # (B, T, C)
         x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
@@ -75,8 +78,8 @@ class MiniGPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # Of so many blocks at a time backward recomputes the inside. 0: it is kept, as it is of the last ones, with which
-        # backward begins.
+        # Of so many blocks at a time backward recomputes the inside. 0: it is kept, and of the last ones it always is,
+        # since backward begins with them.
         self.recomputed = 0
         self.recompute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
@@ -98,6 +101,15 @@ class MiniGPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.view(B * T, -1), targets.reshape(B * T), reduction="none").view(B, T).mean(1)
+
+    @classmethod
+    def from_pretrained(cls, wanted: str | Path) -> "MiniGPT":
+        """A GPT-2 folder of transformers' or ours, or a published one's name ("gpt2"). In evaluation mode, fp32."""
+        folder = hugging_face.published(str(wanted)) or Path(wanted)
+        weights, sizes, _ = checkpoint.load_model(folder)
+        gpt = cls(GPTConfig(**sizes)).eval()
+        gpt.load_weights({name: w.astype(np.float32, copy=False) for name, w in weights.items()})
+        return gpt
 
     @torch.no_grad()
     def load_weights(self, weights: dict[str, np.ndarray]) -> None:
@@ -158,6 +170,12 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     gpt = MiniGPT(config)
     gpt.load_weights(initial_weights(config, settings.seed))
     gpt.to(device)
+    try:
+        op, kernel = choose(settings.kernel, device, hardware.dtype)
+    except Unavailable as error:
+        raise BadInput(f"--kernel {settings.kernel}: {error}") from None
+    for block in gpt.h:
+        block.mlp.c_proj.op = op
     optimizer = _adamw(gpt, settings, device)
     forward = torch.compile(gpt) if settings.compile else gpt
     enter_autocast = partial(autocast, device.type, hardware.dtype, hardware.emulated)
@@ -196,8 +214,11 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     def logits(tokens):
         return evaluating(tokens)[:, -1].cpu().numpy()
 
+    decode = partial(decoder, gpt, hardware.dtype)
     state, load_state = partial(_state, gpt, optimizer), partial(_load_state, gpt, optimizer)
-    return Backend(loss, optimizer, enter_autocast, clip_grad_norm_, evaluate, logits, state, load_state)
+    return Backend(
+        loss, optimizer, enter_autocast, clip_grad_norm_, evaluate, logits, decode, state, load_state, kernel
+    )
 
 
 def _emulation_again(device_type: str):

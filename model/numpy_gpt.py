@@ -11,7 +11,7 @@ import numpy as np
 from amp import policy
 from amp.formats import narrow, widen
 from model import numpy_parallel as parallel
-from model.backend import Backend, Hardware, cpu_name
+from model.backend import Backend, Hardware, Kernel, cpu_name
 from model.config import GPTConfig, initial_weights, parameters
 from model.numpy_layers import (
     attention,
@@ -187,6 +187,7 @@ def _no_backward(d):
 REFUSED = {
     "compile": "has nothing to compile",
     "kernel": "has no kernel of its own",
+    "weights": "has no kernel of its own",
     "deterministic": "always is",
     "recompute": "keeps all that backward needs: use --backend engine or torch",
     "emulation": "always rounds the operands and multiplies in fp32",
@@ -213,10 +214,13 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     optimizer = adamw(masters, settings, config)
 
     def weights(low):
-        """What the model computes with: operands of products as shadows, all else as master weights."""
+        """What the model computes with: operands of products as shadows, all else as master weights.
+
+        Shadows are widened here, once for both shards, forward and backward.
+        """
 
         def shadow(parameter):
-            return parameter.shadow if parameter.dtype == low else narrow(parameter.data, low)
+            return widen(parameter.shadow if parameter.dtype == low else narrow(parameter.data, low))
 
         used = {name: shadow(p) if is_operand(name) else p.data for name, p in masters.items()}
         return used | {HEAD: shadow(masters[TIED])}
@@ -266,8 +270,10 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
         clip_grad_norm_=clip_grad_norm_,
         evaluate=evaluate,
         logits=logits,
+        decoder=lambda weights: logits,  # without a memory: every token is read again
         state=partial(state, masters, optimizer),
         load_state=partial(load_state, masters, optimizer),
+        kernel=Kernel("numpy", "NumPy's products"),
     )
 
 
@@ -298,7 +304,7 @@ def adamw(masters: dict[str, Parameter], settings, config: GPTConfig) -> AdamW:
     for decay, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
         names = [p.name for p in table if p.decay == decay]
         groups.append({"params": [masters[n] for n in names], "param_names": names, "weight_decay": weight_decay})
-    return AdamW(groups, settings.lr, (settings.beta1, settings.beta2), run=parallel.run)
+    return AdamW(groups, settings.lr, (settings.beta1, settings.beta2))
 
 
 def state(masters: dict[str, Parameter], optimizer: AdamW) -> dict[str, dict[str, np.ndarray]]:

@@ -11,6 +11,7 @@ nothing is rounded, so arrays in fp64 go through in fp64.
 """
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -159,10 +160,10 @@ def attention(qkv, B, NH, low, rate, random):  # (N, 3C), narrow
     q, k, v = _heads(widen(qkv), B, NH, 3)  # (B, NH, T, HS) each
     T, HS = q.shape[2:]
     p = (q * HS**-0.5) @ k.swapaxes(-1, -2)  # (B, NH, T, T), as yet s
-    p += np.triu(np.full((T, T), -np.inf, dtype=p.dtype), 1)  # the future: e^-inf is 0
+    p += _future(T)  # e^-inf is 0
     p -= p.max(-1, keepdims=True)  # e^x cannot overflow then, and the softmax is the same
     np.exp(p, out=p)
-    p /= p.sum(-1, keepdims=True)
+    p /= np.einsum("bhts->bht", p)[..., None]
     p = narrow(p, low)
     dropped, kept = dropout(widen(p), rate, random)
     o = np.empty((len(qkv), NH * HS), dtype=dropped.dtype)  # (N, C)
@@ -191,6 +192,12 @@ def attention_backward(do, qkv, p, kept, B, NH, low, rate):  # (N, C)
     dk[...] = ds.swapaxes(-1, -2) @ q
     dv[...] = dropped.swapaxes(-1, -2) @ do
     return dqkv
+
+
+@lru_cache(maxsize=1)
+def _future(T):
+    """(T, T): -inf where a token would see one after it, else 0."""
+    return np.triu(np.full((T, T), -np.inf, dtype=np.float32), 1)
 
 
 def _heads(x, B, NH, n=1):

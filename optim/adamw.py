@@ -4,7 +4,6 @@ Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", as torch.opti
 """
 
 import math
-from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -25,44 +24,33 @@ class Parameter:
 class AdamW:
     """`param_groups` as torch's: dicts of params, param_names, weight_decay, lr, betas and eps."""
 
-    def __init__(
-        self,
-        param_groups: list[dict],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float = 1e-8,
-        run: Callable[[Callable, list], Iterable] = map,  # or one that calls for several parts at a time
-    ):
+    def __init__(self, param_groups: list[dict], lr: float, betas: tuple[float, float], eps: float = 1e-8):
         self.param_groups = [{"lr": lr, "betas": betas, "eps": eps, **group} for group in param_groups]
-        self.steps, self.run = 0, run
-        self.named = [
-            (group, name, parameter)
-            for group in self.param_groups
-            for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        ]
-        self.exp_avg = {name: np.zeros_like(parameter.data) for _, name, parameter in self.named}
-        self.exp_avg_sq = {name: np.zeros_like(parameter.data) for _, name, parameter in self.named}
+        self.steps = 0
+        named = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
+        self.exp_avg = {name: np.zeros_like(parameter.data) for name, parameter in named}
+        self.exp_avg_sq = {name: np.zeros_like(parameter.data) for name, parameter in named}
 
     def step(self) -> None:
-        self.steps += 1
-        list(self.run(self._update, [self.named[::2], self.named[1::2]]))  # a parameter does not depend on others
+        """w -= lr · (m̂ / (sqrt(v̂) + eps) + decay · w), m̂ and v̂ the moments without their bias towards zero.
 
-    def _update(self, named: list[tuple]) -> None:
-        """w -= lr · (m̂ / (sqrt(v̂) + eps) + decay · w), m̂ and v̂ the moments without their bias towards zero."""
-        for group, name, parameter in named:
-            g, w, m, v = parameter.grad, parameter.data, self.exp_avg[name], self.exp_avg_sq[name]
-            if g is None:
-                continue
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            w *= 1 - lr * group["weight_decay"]
-            m += (1 - beta1) * (g - m)
-            v *= beta2
-            v += (1 - beta2) * g * g
-            denominator = np.sqrt(v)
-            denominator /= math.sqrt(1 - beta2**self.steps)
-            denominator += group["eps"]
-            w -= lr / (1 - beta1**self.steps) * m / denominator
-            parameter.refresh()
+        The bias of v is taken out of the fraction: sqrt(v̂) + eps = (sqrt(v) + eps · root) / root.
+        """
+        self.steps += 1
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            root = math.sqrt(1 - beta2**self.steps)
+            step_size = group["lr"] * root / (1 - beta1**self.steps)
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                g, w, m, v = parameter.grad, parameter.data, self.exp_avg[name], self.exp_avg_sq[name]
+                if g is None:
+                    continue
+                m += (1 - beta1) * (g - m)
+                v *= beta2
+                v += (1 - beta2) * g * g
+                w *= 1 - group["lr"] * group["weight_decay"]
+                w -= step_size * m / (np.sqrt(v) + group["eps"] * root)
+                parameter.refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:

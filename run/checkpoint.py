@@ -4,13 +4,13 @@
     step-N/model.safetensors        weights by GPT-2's names; Conv1D kinds (in, out) as GPT-2 keeps them
     step-N/minigpt_tokenizer.json   what decodes the tokens
     step-N/optimizer.safetensors    AdamW's moments by parameter name
-    step-N/manifest.json            everything else, and the sha256 of the files above; written last
+    step-N/manifest.json            everything else, the sha256 of the files above and one of itself; written last
     latest.json, best.json          {"step": N, ...}: which folder to use, replaced atomically
 
-A folder is built under another name, flushed, and renamed to step-N, so a step-N that exists is complete.
+A folder is built under another name, flushed, and renamed to step-N, so a step-N that exists is complete. Damage that
+comes later shows in the hashes, and the checkpoint before is used.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -23,38 +23,72 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as dump_tensors
 
+from run import hugging_face
 from run.errors import BadInput
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STEP_FOLDER = re.compile(r"step-(\d+)", re.ASCII)
+LEFTOVER = re.compile(r"\.step-(\d+)\.\d+\.(tmp|old)", re.ASCII)  # of a process that was killed in a save
 FILES = ("config.json", "model.safetensors", "minigpt_tokenizer.json", "optimizer.safetensors")
 # What a manifest must have, and of which type, before anything is read from it.
 MANIFEST = {
     "step": int, "settings": dict, "config": dict, "scaler": dict, "skipped": int, "consecutive_skips": int,
-    "corpus": dict, "compute": dict, "tokenizer_fingerprint": str, "sha256": dict,
+    "corpus": dict, "compute": dict, "tokenizer_fingerprint": str, "sha256": dict, "digest": str,
 }  # fmt: skip
 KEPT = 2  # newest checkpoints that stay; the best one stays too
-CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
-NOT_WEIGHTS = re.compile(r"(^lm_head\.weight|\.attn\.bias|\.attn\.masked_bias)$")  # tied, and causal masks of old files
 
 
-def save(out: Path, step: int, arrays: dict, config: dict, tokenizer: dict, manifest: dict, best: bool = False) -> Path:
-    """Writes `out/step-N` and points latest.json (with `best` also best.json) at it; `arrays` as of Backend.state()."""
-    out.mkdir(parents=True, exist_ok=True)
+class NotSaved(OSError):
+    """A save that failed, in one line: nothing of it is left, and the checkpoints before it are as they were."""
+
+
+def save(
+    out: Path,
+    step: int,
+    arrays: dict,
+    config: dict,
+    tokenizer: dict,
+    manifest: dict,
+    best: bool = False,
+    replace: bool = False,
+) -> Path:
+    """Writes `out/step-N` and points latest.json (with `best` also best.json) at it; `arrays` as of Backend.state().
+
+    replace: the folder holds another run, which goes once the new checkpoint is whole. NotSaved on a full disk, say.
+    """
+    weights = hugging_face.weights_of(arrays["model"])
+    files = {
+        "config.json": _json(hugging_face.config_of(config)),
+        "model.safetensors": dump_tensors(_contiguous(weights), metadata={"format": "pt"}),
+        "minigpt_tokenizer.json": _json(tokenizer),
+        "optimizer.safetensors": dump_tensors(_contiguous(arrays["optimizer"])),
+    }
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    manifest = {"format_version": FORMAT_VERSION, "step": step, **manifest, "sha256": hashes}
+    files["manifest.json"] = _json(manifest | {"digest": _digest(manifest)})
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_folder(out, step, files)
+        if replace:
+            _remove_others(out, step)
+        _point(out / "latest.json", {"step": step})
+        if best:
+            _point(out / "best.json", {"step": step, "val": manifest["best_val"]})
+    except OSError as error:
+        needed, free = sum(map(len, files.values())), _free_bytes(out)
+        why = f"{error.strerror}: {needed:,} bytes needed, {free:,} free in {out}"
+        raise NotSaved(f"step {step} is not saved: {why}") from error
+    _remove_old(out)
+    return out / f"step-{step}"
+
+
+def _write_folder(out: Path, step: int, files: dict[str, bytes]) -> None:
+    """All of `files` in out/step-N, or none of them."""
     temporary, final = out / f".step-{step}.{os.getpid()}.tmp", out / f"step-{step}"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
-        weights = {name: w.T if CONV1D.search(name) else w for name, w in arrays["model"].items()}
-        files = {
-            "config.json": _json(hugging_face_config(config)),
-            "model.safetensors": dump_tensors(_contiguous(weights), metadata={"format": "pt"}),
-            "minigpt_tokenizer.json": _json(tokenizer),
-            "optimizer.safetensors": dump_tensors(_contiguous(arrays["optimizer"])),
-        }
-        hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        manifest = {"format_version": FORMAT_VERSION, "step": step, **manifest, "sha256": hashes}
-        for name, content in [*files.items(), ("manifest.json", _json(manifest))]:
+        temporary.mkdir()
+        for name, content in files.items():
             _write(temporary / name, content)
         _flush_folder(temporary)
         aside = out / f".step-{step}.{os.getpid()}.old"
@@ -70,43 +104,49 @@ def save(out: Path, step: int, arrays: dict, config: dict, tokenizer: dict, mani
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     _flush_folder(out)
-    _point(out / "latest.json", {"step": step})
-    if best:
-        _point(out / "best.json", {"step": step, "val": manifest["best_val"]})
-    _remove_old(out)
-    return final
 
 
 def load(folder: Path) -> tuple[dict[str, dict[str, np.ndarray]], dict, dict]:
     """A step folder -> (arrays as Backend.load_state takes them, tokenizer description, manifest), hashes checked."""
     manifest = read_manifest(folder)
-    for name, expected in manifest["sha256"].items():
-        if hashlib.sha256(_read(folder / name)).hexdigest() != expected:
-            raise BadInput(f"{folder / name}: damaged, its sha256 is not the manifest's: use another checkpoint")
-    arrays = {"model": _read_weights(folder), "optimizer": _read_tensors(folder / "optimizer.safetensors")}
-    return arrays, _read_json(folder / "minigpt_tokenizer.json"), manifest
+    files = {name: _read_checked(folder / name, expected) for name, expected in manifest["sha256"].items()}
+    model, optimizer, tokenizer = "model.safetensors", "optimizer.safetensors", "minigpt_tokenizer.json"
+    arrays = {
+        "model": hugging_face.read_weights(_tensors(files[model], folder / model)),
+        "optimizer": _tensors(files[optimizer], folder / optimizer),
+    }
+    return arrays, _parse(files[tokenizer], folder / tokenizer), manifest
 
 
 def load_model(folder: Path) -> tuple[dict[str, np.ndarray], dict, dict | None]:
     """A step folder or a Hugging Face GPT-2 -> (weights, GPTConfig's fields, tokenizer description if there is one)."""
-    sizes = _sizes(_read_json(folder / "config.json"), folder)
-    tokenizer = folder / "minigpt_tokenizer.json"
-    return _read_weights(folder), sizes, _read_json(tokenizer) if tokenizer.is_file() else None
+    sizes = hugging_face.read_config(_read_json(folder / "config.json"), folder / "config.json")
+    model, tokenizer = folder / "model.safetensors", folder / "minigpt_tokenizer.json"
+    weights = hugging_face.read_weights(_tensors(_read(model), model))
+    return weights, sizes, _read_json(tokenizer) if tokenizer.is_file() else None
 
 
-def _read_weights(folder: Path) -> dict[str, np.ndarray]:
-    """Weights by our names, (out, in)."""
-    tensors = _read_tensors(folder / "model.safetensors")
-    weights = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    weights = {name: tensor for name, tensor in weights.items() if not NOT_WEIGHTS.search(name)}
-    return {name: np.ascontiguousarray(w.T) if CONV1D.search(name) else w for name, w in weights.items()}
-
-
-def _read_tensors(path: Path) -> dict[str, np.ndarray]:
+def _tensors(content: bytes, path: Path) -> dict[str, np.ndarray]:
     try:
-        return load_tensors(_read(path))
+        return load_tensors(content)
     except SafetensorError as error:
         raise BadInput(f"{path}: not readable as safetensors ({error}): use another checkpoint") from None
+
+
+def _read_checked(path: Path, expected: str) -> bytes:
+    content = _read(path)
+    if hashlib.sha256(content).hexdigest() != expected:
+        raise BadInput(f"{path}: damaged, its sha256 is not the manifest's: use another checkpoint")
+    return content
+
+
+def _digest(manifest: dict) -> str:
+    """sha256 of the rest of a manifest, so that a change in it is noticed too."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+# ---- which checkpoint
 
 
 def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("latest.json",)) -> Path:
@@ -114,13 +154,7 @@ def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("late
 
     pointers: which of a run's checkpoints to take, the first that is there.
     """
-    folder = Path(wanted)
-    if wanted == "auto":
-        runs = [Path(out)] if out else _entries(Path("runs"))
-        runs = [run for run in runs if os.path.isfile(run / "latest.json")]
-        if not runs:
-            raise BadInput(f"no checkpoint in {out or 'runs'}: train one first, or name its folder")
-        folder = max(runs, key=lambda run: os.path.getmtime(run / "latest.json"))
+    folder = _find_run(wanted, out)
     for pointer in pointers:
         if os.path.isfile(folder / pointer):
             return folder / f"step-{_pointed(folder / pointer)}"
@@ -129,8 +163,57 @@ def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("late
     return folder
 
 
+def _find_run(wanted: str, out: str | None) -> Path:
+    folder = Path(wanted)
+    if wanted == "auto":
+        runs = [Path(out)] if out else _entries(Path("runs"))
+        runs = [run for run in runs if holds_run(run)]
+        if not runs:
+            raise BadInput(f"no checkpoint in {out or 'runs'}: train one first, or name its folder")
+        folder = max(runs, key=_changed)
+    return folder
+
+
+def _changed(run: Path) -> float:
+    """When a run was saved last; without latest.json, as a kill may leave it, by the folder's own time."""
+    pointer = run / "latest.json"
+    return os.path.getmtime(pointer if os.path.isfile(pointer) else run)
+
+
+def find_intact(wanted: str, out: str | None = None) -> tuple[Path, list[str]]:
+    """As `find`, for a run that goes on: of a run the newest checkpoint that is whole, and a line for each newer one.
+
+    BadInput where none is whole; a step folder that is named is taken as it is.
+    """
+    run = _find_run(wanted, out)
+    faults: list[str] = []
+    for step in reversed(_steps(run)):
+        if (fault := damage(run / f"step-{step}")) is None:
+            return run / f"step-{step}", faults
+        faults.append(fault)
+    if faults:
+        raise BadInput("\n".join(faults))
+    return find(wanted, out), []
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a step folder, in one line, or None."""
+    try:
+        for name, expected in read_manifest(folder)["sha256"].items():
+            _read_checked(folder / name, expected)
+    except BadInput as error:
+        return str(error)
+    return None
+
+
+def intact_after(run: Path, step: int) -> Path | None:
+    """A whole checkpoint of the run that is newer than `step`, if there is one."""
+    newer = [run / f"step-{number}" for number in _steps(run) if number > step]
+    return next((folder for folder in newer if damage(folder) is None), None)
+
+
 def read_manifest(folder: Path) -> dict:
-    """BadInput where it is of another version, or lacks what a resumed run needs."""
+    """BadInput where it is of another version, altered, or lacks what a resumed run needs."""
     path = folder / "manifest.json"
     manifest = _read_json(path)
     if (version := manifest.get("format_version")) != FORMAT_VERSION:
@@ -140,86 +223,83 @@ def read_manifest(folder: Path) -> dict:
             raise BadInput(f"{path}: damaged, {key} is missing or wrong: use another checkpoint")
     if set(manifest["sha256"]) != set(FILES):
         raise BadInput(f"{path}: damaged, it names other files than {', '.join(FILES)}: use another checkpoint")
+    if manifest["digest"] != _digest(manifest):
+        raise BadInput(f"{path}: damaged, its sha256 is not the one in it: use another checkpoint")
     return manifest
+
+
+# ---- what lies in a run folder
 
 
 def holds_run(out: Path) -> bool:
     """Whether there is a checkpoint to lose; a log alone is of a run that never came to one."""
-    return os.path.exists(out / "latest.json") or any(_is_ours(path) for path in _entries(out))
+    return os.path.isfile(out / "latest.json") or bool(_steps(out))
 
 
-def remove_run(out: Path) -> None:
-    """Deletes what a run wrote in `out`, and nothing else."""
+def clear_leftovers(out: Path) -> None:
+    """Removes what killed processes left half done, or brings back what they had moved aside. Hold the run's lock."""
     for path in _entries(out):
-        if _is_ours(path):
+        if found := LEFTOVER.fullmatch(path.name):
+            if found[2] == "old" and not (out / f"step-{found[1]}").exists():
+                path.rename(out / f"step-{found[1]}")  # killed between two renames
+            else:
+                shutil.rmtree(path)
+        elif re.fullmatch(r"\.(latest\.json|best\.json|log\.csv)\.\d+\.tmp", path.name, re.ASCII):
+            path.unlink()
+    if (out / "log.csv.old").exists():  # --overwrite, and killed before its first checkpoint: the old run is still here
+        (out / "log.csv.old").replace(out / "log.csv")
+
+
+def set_aside_newer(out: Path, step: int) -> None:
+    """Damaged checkpoints after `step` become step-N.damaged, so that from here on the highest number is the newest.
+
+    BadInput where one of them is whole: another process has gone on since `step` was chosen.
+    """
+    if newer := intact_after(out, step):
+        raise BadInput(f"--resume {out / f'step-{step}'}: {newer.name} is newer: start again")
+    for number in _steps(out):
+        if number > step:
+            shutil.rmtree(out / f"step-{number}.damaged", ignore_errors=True)
+            (out / f"step-{number}").rename(out / f"step-{number}.damaged")
+    if _pointed_or_none(out / "latest.json") != step:
+        _point(out / "latest.json", {"step": step})
+    if (_pointed_or_none(out / "best.json") or 0) > step:
+        (out / "best.json").unlink()
+
+
+def _remove_others(out: Path, step: int) -> None:
+    """Deletes what another run wrote in `out`, and nothing else; the new log.csv stays."""
+    for path in _entries(out):
+        if _is_ours(path) and path.name != f"step-{step}":
             shutil.rmtree(path)
-    for name in ("latest.json", "best.json", "log.csv", "loss.png"):
+    for name in ("latest.json", "best.json", "loss.png", "log.csv.damaged", "log.csv.old"):
         (out / name).unlink(missing_ok=True)
+
+
+def _remove_old(out: Path) -> None:
+    pointed = [_pointed_or_none(out / name) for name in ("latest.json", "best.json")]
+    for step in _steps(out)[:-KEPT]:
+        if step not in pointed:
+            shutil.rmtree(out / f"step-{step}", ignore_errors=True)
 
 
 def _entries(out: Path) -> list[Path]:
     return sorted(out.iterdir()) if os.path.isdir(out) else []
 
 
+def _steps(out: Path) -> list[int]:
+    """The steps of which there is a folder of ours, whole or damaged, in order."""
+    found = [STEP_FOLDER.fullmatch(path.name) for path in _entries(out) if _is_ours(path)]
+    return sorted(int(match[1]) for match in found if match)
+
+
 def _is_ours(path: Path) -> bool:
-    """A finished step folder, or one that a process left behind when it died."""
-    if re.fullmatch(r"\.step-\d+\.\d+\.(tmp|old)", path.name, re.ASCII):
+    """A step folder, also one set aside for its damage, or one that a process left behind when it died."""
+    if LEFTOVER.fullmatch(path.name):
         return True
-    return bool(STEP_FOLDER.fullmatch(path.name)) and (path / "manifest.json").is_file()
-
-
-def hugging_face_config(config: dict) -> dict:
-    """GPTConfig's fields -> transformers' GPT2Config, so that the folder opens there as it lies."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config["vocab_size"],
-        "n_positions": config["block_size"],
-        "n_embd": config["n_embd"],
-        "n_layer": config["n_layer"],
-        "n_head": config["n_head"],
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "embd_pdrop": config["dropout"],
-        "attn_pdrop": config["dropout"],
-        "resid_pdrop": config["dropout"],
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-    }
-
-
-def _sizes(config: dict, folder: Path) -> dict:
-    """The inverse of hugging_face_config. BadInput where the model is no GPT-2 as this project computes it."""
-    path = folder / "config.json"
-    ours = {"vocab_size": "vocab_size", "n_positions": "block_size"} | {n: n for n in ("n_layer", "n_head", "n_embd")}
-    for key in ours:
-        if type(config.get(key)) is not int:
-            raise BadInput(f"{path}: {key} is missing or not a number: use another checkpoint")
-    known = {
-        "model_type": ("gpt2",),
-        "activation_function": ("gelu_new",),
-        "layer_norm_epsilon": (1e-5,),
-        "n_inner": (None, 4 * config["n_embd"]),
-    }
-    for key, values in known.items():
-        if config.get(key, values[0]) not in values:
-            raise BadInput(f"{path}: {key} is {config[key]!r}, and only {values[0]!r} is known here")
-    return {name: config[key] for key, name in ours.items()}
-
-
-def _remove_old(out: Path) -> None:
-    steps = [int(found[1]) for path in _entries(out) if _is_ours(path) and (found := STEP_FOLDER.fullmatch(path.name))]
-    pointed = []
-    for name in ("latest.json", "best.json"):
-        with contextlib.suppress(BadInput):  # a damaged pointer is no reason to end a run
-            pointed.append(_pointed(out / name))
-    for step in sorted(steps)[:-KEPT]:
-        if step not in pointed:
-            shutil.rmtree(out / f"step-{step}", ignore_errors=True)
+    name = path.name.removesuffix(".damaged")
+    ours = any((path / file).is_file() for file in ("manifest.json", "optimizer.safetensors"))
+    return bool(STEP_FOLDER.fullmatch(name)) and ours
 
 
 def _pointed(pointer: Path) -> int:
@@ -227,6 +307,20 @@ def _pointed(pointer: Path) -> int:
     if type(step) is not int:
         raise BadInput(f"{pointer}: damaged, no step in it: name a step folder")
     return step
+
+
+def _pointed_or_none(pointer: Path) -> int | None:
+    try:
+        return _pointed(pointer)
+    except BadInput:  # a damaged pointer is no reason to end a run
+        return None
+
+
+def _free_bytes(out: Path) -> int:
+    return shutil.disk_usage(next(path for path in (out, *out.absolute().parents) if path.exists())).free
+
+
+# ---- files
 
 
 def _point(path: Path, content: dict) -> None:
@@ -273,7 +367,10 @@ def _read(path: Path) -> bytes:
 
 
 def _read_json(path: Path) -> dict:
-    content = _read(path)
+    return _parse(_read(path), path)
+
+
+def _parse(content: bytes, path: Path) -> dict:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8

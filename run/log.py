@@ -1,9 +1,14 @@
 """What a program reads: log.csv, one row every --log-every steps and one for each validation."""
 
 import csv
+import io
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from run.errors import BadInput
 
 
 class Row(NamedTuple):
@@ -19,34 +24,52 @@ class Row(NamedTuple):
     skipped: int  # steps skipped since the start
     tokens: int
     tokens_per_second: float  # since the row before
-    seconds: float  # of training since this process started, without validation and saving
+    kernel: str  # who computed mlp.c_proj: forward/dx/dW
+    seconds: float  # of training since the start, without validation and saving
 
 
 class Log:
-    """Appends rows to a CSV file, each flushed; a resumed run first drops the rows after its checkpoint."""
+    """Appends rows to a CSV file, each written through; a resumed run first drops the rows after its checkpoint.
+
+    What a full disk refuses waits in memory, and is written with the next row or at the end. `seconds` is that of the
+    last row kept. BadInput where the file cannot be written at all.
+    """
 
     def __init__(self, path: Path, first_step: int = 0):
         kept = [row for row in _read_or_set_aside(path) if row.step <= first_step] if first_step else []
+        self.seconds, self.waiting = kept[-1].seconds if kept else 0.0, b""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # so that a crash here loses no row
-        with open(temporary, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([Row._fields, *map(_cells, kept)])
-        temporary.replace(path)
-        self.file = open(path, "a", newline="", encoding="utf-8")  # noqa: SIM115, closed in __exit__
-        self.writer = csv.writer(self.file)
+        try:
+            temporary.write_bytes(b"".join(map(_line, [Row._fields, *kept])))
+            temporary.replace(path)
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115, closed in __exit__
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise BadInput(f"{path}: cannot be written ({error.strerror})") from None
 
     def write(self, row: Row) -> None:
-        self.writer.writerow(_cells(row))
-        self.file.flush()
+        self.waiting += _line(row)
+        self.write_waiting()
+
+    def write_waiting(self) -> None:
+        with suppress(OSError):
+            while self.waiting:  # a disk that is nearly full takes a part
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
+        self.write_waiting()
+        if lost := self.waiting.splitlines():
+            print(f"note    {self.file.name}: its last {len(lost)} rows could not be written")
         self.file.close()
 
 
-def _cells(row: Row) -> list:
-    return ["" if value is None else value for value in row]
+def _line(row: Iterable) -> bytes:
+    line = io.StringIO(newline="")
+    csv.writer(line).writerow(["" if value is None else value for value in row])
+    return line.getvalue().encode()
 
 
 def _read_or_set_aside(path: Path) -> list[Row]:
@@ -63,7 +86,9 @@ def read_log(path: Path) -> list[Row]:
     whole = {"step", "skipped", "tokens"}
 
     def value(name: str, text: str):
-        return None if text == "" else int(text) if name in whole else float(text)
+        if text == "" or name == "kernel":
+            return text or None
+        return int(text) if name in whole else float(text)
 
     with open(path, newline="", encoding="utf-8") as file:
         return [

@@ -1,5 +1,6 @@
 """What a person watches: a bar on a terminal, plain lines elsewhere."""
 
+import errno
 import math
 import sys
 
@@ -54,12 +55,20 @@ class Progress:
     def advance(self) -> None:
         self.bar.update(1)
 
+    def note(self, text: str) -> None:
+        """A line above the bar. A full disk under a redirected output is no reason to end a run."""
+        try:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+
     def show(self, row: Row) -> None:
         if row.val is not None:
             self.last_val = row.val
         if row.val is not None or not self.terminal:
-            tqdm.write(line(row), file=sys.stdout)
-            sys.stdout.flush()
+            self.note(line(row))
         if self.terminal:
             self.bar.set_description_str(short(row._replace(val=self.last_val)))
 

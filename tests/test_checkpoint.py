@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -193,6 +194,16 @@ def test_after_a_failed_save_the_previous_checkpoints_load(tmp_path, monkeypatch
     assert checkpoint.find(str(tmp_path)).name == "step-3"
 
 
+def test_a_failed_save_says_what_it_needs_and_what_is_free(tmp_path, monkeypatch):
+    needed = sum(map(len, content(save(tmp_path, 1)).values()))
+    fails_at_write(monkeypatch, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    with pytest.raises(checkpoint.NotSaved) as error:
+        save(tmp_path, 1)
+    words = f"step 1 is not saved: No space left on device: {needed:,} bytes needed, 4,096 free in {tmp_path}"
+    assert str(error.value) == words
+
+
 @pytest.mark.parametrize("call", range(WRITES))
 def test_a_failed_save_leaves_no_temporary(tmp_path, monkeypatch, call):
     save(tmp_path, 1)
@@ -221,7 +232,7 @@ def test_a_replacement_that_cannot_be_renamed_leaves_the_step_as_it_was(tmp_path
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", no_rename_into_place)
-        with pytest.raises(PermissionError):
+        with pytest.raises(checkpoint.NotSaved, match="Permission denied"):
             save(tmp_path, 1, seed=6)
     assert_same(checkpoint.load(tmp_path / "step-1")[0], arrays(5))
 
@@ -257,11 +268,12 @@ def test_a_missing_file_is_refused_and_named(tmp_path, name):
     assert str(folder / name) in str(error.value)
 
 
-def test_a_manifest_with_any_byte_altered_is_refused_or_gives_the_same_arrays(tmp_path):
+def test_a_manifest_with_any_byte_altered_is_refused_or_means_the_same(tmp_path):
     folder = save(tmp_path, 1)
+    manifest = checkpoint.read_manifest(folder)
     for _ in altered(folder / "manifest.json", masks=[0x01]):
         with suppress(BadInput):
-            assert_same(checkpoint.load(folder)[0], arrays(1))
+            assert checkpoint.read_manifest(folder) == manifest
 
 
 def test_a_pointer_with_any_bit_altered_is_refused(tmp_path):
@@ -271,12 +283,12 @@ def test_a_pointer_with_any_bit_altered_is_refused(tmp_path):
             checkpoint.load(checkpoint.find(str(tmp_path)))
 
 
-@pytest.mark.parametrize("version", [0, 2, None])
+@pytest.mark.parametrize("version", [0, 1, None])
 def test_another_format_version_is_refused(tmp_path, version):
     folder = save(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format_version": version}))
-    with pytest.raises(BadInput, match=f"version {version}.* reads 1"):
+    with pytest.raises(BadInput, match=f"version {version}.* reads 2"):
         checkpoint.load(folder)
 
 
@@ -333,49 +345,132 @@ def test_a_pointer_to_a_step_that_is_gone_is_refused(tmp_path):
 # ---- removing a run
 
 
-def test_a_run_is_recognised_and_removed(tmp_path):
-    assert not checkpoint.holds_run(tmp_path)
-    save(tmp_path, 1, best=True)
-    assert checkpoint.holds_run(tmp_path)
+def test_a_checkpoint_is_recognised_and_a_log_or_a_killed_save_is_none(tmp_path):
     (tmp_path / "log.csv").touch()
-    (tmp_path / "loss.png").touch()
-    (tmp_path / ".step-2.4711.tmp").mkdir()  # of a process that was killed
-    checkpoint.remove_run(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".step-2.4711.tmp").mkdir()
     assert not checkpoint.holds_run(tmp_path)
+    save(tmp_path, 1)
+    (tmp_path / "latest.json").unlink()
+    assert checkpoint.holds_run(tmp_path)
+
+
+def replace(out: Path, step: int) -> Path:
+    return checkpoint.save(out, step, arrays(7), asdict(CONFIG), TOKENIZER, ABOUT, replace=True)
+
+
+def test_replacing_a_run_removes_all_of_it_but_the_new_log(tmp_path):
+    save(tmp_path, 30, best=True)
+    for name in ("log.csv", "loss.png", "log.csv.old"):
+        (tmp_path / name).touch()
+    for name in (".step-2.4711.tmp", "step-40.damaged"):
+        shutil.copytree(tmp_path / "step-30", tmp_path / name)
+    replace(tmp_path, 20)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-20", "latest.json", "log.csv"}
+    assert pointed(tmp_path, "latest.json") == 20
+
+
+@pytest.mark.parametrize("call", range(5))
+def test_a_run_is_not_replaced_before_the_new_checkpoint_is_whole(tmp_path, monkeypatch, call):
+    save(tmp_path, 30, best=True)
+    before = content(tmp_path)
+    fails_at_write(monkeypatch, call)
+    with pytest.raises(checkpoint.NotSaved):
+        replace(tmp_path, 20)
+    assert content(tmp_path) == before
 
 
 @pytest.mark.parametrize(
     "name", ["notes.txt", "step-1.txt", "mine/log.csv", "step-by-step/notes.txt", "step-7/mine.txt"]
 )
-def test_removing_a_run_leaves_foreign_files(tmp_path, name):
+def test_replacing_a_run_leaves_foreign_files(tmp_path, name):
     save(tmp_path, 1)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    checkpoint.remove_run(tmp_path)
-    assert content(tmp_path) == {name: b"mine"}
+    replace(tmp_path, 2)
+    assert (tmp_path / name).read_text() == "mine"
+    assert not (tmp_path / "step-1").exists()
+
+
+# ---- going on
+
+
+def damaged_run(out: Path) -> Path:
+    """Checkpoints 1 (best), 2 and 3, of which the newest has one other byte."""
+    for step in (1, 2, 3):
+        save(out, step, best=step == 1)
+    next(altered(out / "step-3" / "model.safetensors", masks=[1], places=[500]))
+    return out
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole_and_the_damaged_is_named(tmp_path):
+    folder, (line,) = checkpoint.find_intact(str(damaged_run(tmp_path)))
+    assert folder == tmp_path / "step-2"
+    assert str(tmp_path / "step-3" / "model.safetensors") in line
+
+
+def test_where_no_checkpoint_is_whole_each_is_named(tmp_path):
+    damaged_run(tmp_path)
+    for step in (1, 2):
+        (tmp_path / f"step-{step}" / "manifest.json").unlink()
+    with pytest.raises(BadInput) as error:
+        checkpoint.find_intact("auto", str(tmp_path))
+    assert [f"step-{step}" in line for step, line in zip((3, 2, 1), str(error.value).splitlines(), strict=True)]
+
+
+@pytest.mark.parametrize("pointer", [None, b"", b'{"step": 1}'])
+def test_a_run_goes_on_from_its_newest_checkpoint_whatever_the_pointer_says(tmp_path, pointer):
+    """A kill may come between the checkpoint and latest.json."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "latest.json").unlink()
+    if pointer is not None:
+        (tmp_path / "latest.json").write_bytes(pointer)
+    assert checkpoint.find_intact("auto", str(tmp_path)) == (tmp_path / "step-2", [])
+
+
+def test_the_damaged_newest_is_set_aside_and_the_pointers_follow(tmp_path):
+    save(damaged_run(tmp_path), 3, best=True)
+    next(altered(tmp_path / "step-3" / "optimizer.safetensors", masks=[1], places=[500]))
+    checkpoint.set_aside_newer(tmp_path, 2)
+    assert folders(tmp_path) == {"step-2", "step-3.damaged"}
+    assert pointed(tmp_path, "latest.json") == 2
+    assert not (tmp_path / "best.json").exists()
+
+
+def test_a_whole_newer_checkpoint_is_not_set_aside(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    with pytest.raises(BadInput, match="step-2 is newer"):
+        checkpoint.set_aside_newer(tmp_path, 1)
+    assert folders(tmp_path) == {"step-1", "step-2"}
+
+
+def test_what_killed_saves_left_is_cleared(tmp_path):
+    before = content(save(tmp_path, 1).parent)
+    for name in (".step-2.4711.tmp", ".step-1.4711.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    for name in (".latest.json.4711.tmp", ".log.csv.4711.tmp"):
+        (tmp_path / name).touch()
+    checkpoint.clear_leftovers(tmp_path)
+    assert content(tmp_path) == before
+    assert folders(tmp_path) == {"step-1"}
+
+
+def test_a_step_that_was_being_replaced_when_the_process_died_comes_back(tmp_path):
+    save(tmp_path, 1).rename(tmp_path / ".step-1.4711.old")
+    checkpoint.clear_leftovers(tmp_path)
+    assert_same(checkpoint.load(tmp_path / "step-1")[0], arrays(1))
+
+
+def test_the_log_of_a_run_that_was_not_replaced_after_all_comes_back(tmp_path):
+    (tmp_path / "log.csv.old").write_text("old")
+    (tmp_path / "log.csv").write_text("new")
+    checkpoint.clear_leftovers(tmp_path)
+    assert content(tmp_path) == {"log.csv": b"old"}
 
 
 # ---- Hugging Face
-
-
-def test_the_folder_opens_in_transformers_and_gives_our_logits(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from model.minigpt import MiniGPT
-
-    folder = save(tmp_path, 1)
-    ours = MiniGPT(CONFIG).eval()
-    ours.load_weights(arrays(1)["model"])
-    theirs, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 5, size=(3, 12)))
-    with torch.no_grad():
-        expected, got = ours(tokens), theirs(tokens).logits
-    assert not any(report.values())
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 def test_weights_as_transformers_names_them_are_read(tmp_path):
@@ -402,7 +497,7 @@ def replace_model(folder: Path, raw: bytes) -> None:
     (folder / "model.safetensors").write_bytes(raw)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["sha256"]["model.safetensors"] = hashlib.sha256(raw).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"digest": checkpoint._digest(manifest)}))
 
 
 def test_arrays_that_do_not_lie_in_c_order_are_saved_by_value(tmp_path):

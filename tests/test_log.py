@@ -1,6 +1,8 @@
 """log.csv."""
 
+import errno
 import math
+import os
 import re
 import struct
 
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from run.errors import BadInput
 from run.log import Log, Row, read_log
 
 ROW = Row(
@@ -21,6 +24,7 @@ ROW = Row(
     skipped=3,
     tokens=10**15,
     tokens_per_second=12345.678901234567,
+    kernel="cpu/library/library",
     seconds=1e300,
 )
 UNVALIDATED = ROW._replace(val=None, val_error=None)
@@ -64,7 +68,7 @@ def test_any_number_comes_back(tmp_path_factory, loss, val):
 
 def test_the_header_names_the_columns_of_a_row(tmp_path):
     header = write(tmp_path / "log.csv", []).decode().strip()
-    assert header == "step,loss,val,val_error,lr,grad_norm,scale,skipped,tokens,tokens_per_second,seconds"
+    assert header == "step,loss,val,val_error,lr,grad_norm,scale,skipped,tokens,tokens_per_second,kernel,seconds"
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
@@ -102,7 +106,57 @@ def test_a_row_cut_off_by_a_full_disk_does_not_stop_a_resume(tmp_path, share):
     assert write(path, [], first_step=3) == before
 
 
+class NearlyFull:
+    """A file on a disk that takes `room` more bytes."""
+
+    def __init__(self, file, room: int):
+        self.file, self.room, self.name = file, room, file.name
+
+    def write(self, content: bytes) -> int:
+        if content and not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self.file.write(content[: self.room])
+        self.room -= taken
+        return taken
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_rows_that_a_full_disk_refuses_are_written_when_there_is_room(tmp_path):
+    expected = write(tmp_path / "expected.csv", rows(1, 2, 3))
+    with Log(tmp_path / "log.csv") as log:
+        log.file = NearlyFull(log.file, 20)
+        log.write(rows(1)[0])
+        log.write(rows(2)[0])
+        assert len((tmp_path / "log.csv").read_bytes().splitlines()[1]) == 20
+        log.file.room = 10_000
+        log.write(rows(3)[0])
+    assert (tmp_path / "log.csv").read_bytes() == expected
+
+
+def test_rows_that_were_lost_are_counted(tmp_path, capsys):
+    with Log(tmp_path / "log.csv") as log:
+        log.file = NearlyFull(log.file, 0)
+        for row in rows(1, 2):
+            log.write(row)
+    assert capsys.readouterr().out == f"note    {tmp_path / 'log.csv'}: its last 2 rows could not be written\n"
+
+
+def test_a_log_that_cannot_be_written_at_all_is_bad_input(tmp_path):
+    (tmp_path / "log.csv").mkdir()
+    with pytest.raises(BadInput, match=r"log\.csv: cannot be written"):
+        Log(tmp_path / "log.csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_a_resumed_log_knows_the_seconds_of_its_last_row(tmp_path):
+    write(tmp_path / "log.csv", [row._replace(seconds=10.0 * row.step) for row in rows(1, 2, 3)])
+    with Log(tmp_path / "log.csv", first_step=2) as log:
+        assert log.seconds == 20.0
+
+
 def test_a_log_is_plain_csv(tmp_path):
     lines = write(tmp_path / "log.csv", rows(1, 2)).decode().splitlines()
-    assert [len(line.split(",")) for line in lines] == [11, 11, 11]
+    assert [len(line.split(",")) for line in lines] == [12, 12, 12]
     assert re.fullmatch(r"2,0\.5,,,.*", lines[2])

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+import sample
 from amp.autocast import autocast
 from amp.formats import round_to
 from amp.scaler import DynamicLossScaler
 from data.batches import Batches
 from data.tinyshakespeare import load_corpus
 from data.tokenizer import train as train_tokenizer
+from model import backend as backends
 from model import numpy_gpt
 from model.config import GPTConfig, initial_weights, parameters
 from model.minigpt import MiniGPT
@@ -424,6 +426,7 @@ def faults(*argv: str) -> list[str]:
     ("flag", "line"),
     [
         ("--compile", "--compile: --backend numpy has nothing to compile"),
+        ("--kernel own", "--kernel: --backend numpy has no kernel of its own"),
         ("--deterministic", "--deterministic: --backend numpy always is"),
         (
             "--recompute",
@@ -442,15 +445,14 @@ def test_a_flag_that_this_backend_cannot_honour_is_refused_by_name(flag, line):
     assert faults("--backend", "numpy", *flag.split()) == [line]
 
 
-def test_a_kernel_is_refused_whatever_it_is_called():
-    assert list(numpy_gpt.REFUSED) == ["compile", "kernel", "deterministic", "recompute", "emulation"]
-    from model import backend
+def test_sampling_refuses_them_too(capsys):
+    assert sample.main(["--backend", "numpy", "--weights", "fp32"]) == 2
+    assert capsys.readouterr().err == "sample.py: error: --weights: --backend numpy has no kernel of its own\n"
 
-    assert backend.refused("numpy", {"kernel": "own"}) == {
-        "kernel": "--kernel: --backend numpy has no kernel of its own"
-    }
-    assert backend.refused("numpy", {"kernel": "auto", "dtype": "bf16"}) == {}
-    assert backend.refused("torch", {"kernel": "own", "compile": True}) == {}
+
+def test_what_is_auto_is_not_refused_and_torch_refuses_none_of_them():
+    assert backends.refused("numpy", {"kernel": "auto", "dtype": "bf16"}) == {}
+    assert backends.refused("torch", dict.fromkeys(numpy_gpt.REFUSED, "on")) == {}
 
 
 def test_all_refusals_are_told_together():

@@ -17,7 +17,9 @@ def rows(count: int = 5, **changes) -> list[Row]:
     """Rows of a run; a change is one value for all of them or a list with one for each."""
     made = []
     for i in range(count):
-        row = Row(10 * i + 1, 4 / (i + 1), None, None, 1e-3, 0.5, 2.0**15, 0, 768 * i, 9e3, 1.0 * i)
+        row = Row(
+            10 * i + 1, 4 / (i + 1), None, None, 1e-3, 0.5, 2.0**15, 0, 768 * i, 9e3, "cpu/library/library", 1.0 * i
+        )
         made.append(row._replace(**{k: v[i] if isinstance(v, list) else v for k, v in changes.items()}))
     return made
 

@@ -1,7 +1,10 @@
 """What a person watches."""
 
+import errno
 import io
+import os
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -19,6 +22,7 @@ ROW = Row(
     skipped=2,
     tokens=38400,
     tokens_per_second=13100.0,
+    kernel="cpu/library/library",
     seconds=3.0,
 )
 LINE = "step 50 | loss 2.3101 | lr 1.0e-03 | grad 0.50 | scale 32768 | skipped 2 | 13.1k tok/s"
@@ -127,3 +131,14 @@ def test_the_short_form_fits_beside_a_bar_in_80_columns():
     assert short(ROW._replace(scale=1.0)).count("scale 2^0 ") == 1
     assert short(ROW._replace(scale=24.0)).count("scale 24 ") == 1
     assert len(short(ROW._replace(val=2.34))) < 80 - len(" 50% 00:20 ")
+
+
+@pytest.mark.parametrize(("number", "ends"), [(errno.ENOSPC, False), (errno.EPIPE, True)])
+def test_an_output_on_a_full_disk_does_not_end_a_run(monkeypatch, number, ends):
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sys, "stdout", Broken())
+    with Progress(0, 40) as progress, pytest.raises(OSError, match="pipe") if ends else nullcontext():
+        progress.show(ROW)

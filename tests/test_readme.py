@@ -4,11 +4,16 @@ import re
 from pathlib import Path
 
 from amp.policy import TABLE
+from benchmarks.decode import DecodeSettings
+from benchmarks.gemv import GemvSettings
+from benchmarks.step import StepSettings
+from benchmarks.traffic import TrafficSettings
 from sample import SampleSettings
 from settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+SUFFIXES = (".py", ".cu", ".cpp", ".h")
 
 
 def mapped_files() -> set[str]:
@@ -17,15 +22,16 @@ def mapped_files() -> set[str]:
     for line in section.strip().splitlines():
         name = line.split()[0]
         if name.endswith("/"):
-            folder = name
+            folder = folder if line.startswith(" ") else name  # of a folder within, the line stands for all its files
         else:
             files.add(folder + name if line.startswith(" ") else name)
     return files
 
 
 def test_the_map_lists_every_source_file_and_no_other():
-    folders = ("", "data/", "amp/", "model/", "optim/", "run/", "benchmarks/")
-    there = {f"{folder}{path.name}" for folder in folders for path in (ROOT / folder).glob("*.py")}
+    folders = ("", "data/", "amp/", "model/", "csrc/", "optim/", "run/", "benchmarks/")
+    files = [(folder, path) for folder in folders for path in (ROOT / folder).glob("*.*")]
+    there = {f"{folder}{path.name}" for folder, path in files if path.suffix in SUFFIXES}
     assert mapped_files() == {path for path in there if not path.endswith("__init__.py")}
 
 
@@ -34,6 +40,19 @@ def test_every_source_file_has_a_test_file():
         "run/errors.py",
         "run/flags.py",
         "model/backend.py",
+        "run/cache.py",
+        "csrc/bf16_gemv.h",
+        "csrc/bf16_gemv.cu",
+        "csrc/bf16_gemv_cpu.h",
+        "csrc/bf16_gemv_cpu.cpp",
+        "csrc/bindings.cpp",
+        "benchmarks/decode.py",
+        "benchmarks/gemv.py",
+        "benchmarks/traffic.py",
+        "benchmarks/profile.py",
+        "benchmarks/step.py",
+        "benchmarks/time_to_loss.py",
+        "benchmarks/worker.py",
         "benchmarks/gpu_check.py",
     }  # tested through what uses them
     for path in mapped_files() - without:
@@ -41,7 +60,8 @@ def test_every_source_file_has_a_test_file():
 
 
 def test_every_flag_that_is_shown_exists():
-    fields = {*Settings.__dataclass_fields__, *SampleSettings.__dataclass_fields__}
+    every = (Settings, SampleSettings, GemvSettings, DecodeSettings, StepSettings, TrafficSettings)
+    fields = {name for settings in every for name in settings.__dataclass_fields__}
     ours = {f"--{name.replace('_', '-')}" for name in fields} | {"--help"}
     kin = {"--initial-loss-scale", "--hysteresis"}  # Megatron-LM's
     assert set(re.findall(r"--[a-z][a-z-]+", README)) - kin <= ours

@@ -69,7 +69,7 @@ def test_large_logits_do_not_overflow():
     assert list(tokens) == [2] * 5
 
 
-def test_the_context_is_cut_to_the_newest_tokens_of_a_block():
+def test_a_full_context_drops_its_oldest_half():
     seen = []
 
     def remember(tokens):
@@ -78,7 +78,7 @@ def test_the_context_is_cut_to_the_newest_tokens_of_a_block():
         return after_last(tokens)
 
     list(generate(remember, [1, 2, 3], 4, 4, temperature=0))
-    assert seen == [[[1, 2, 3]], [[1, 2, 3, 4]], [[2, 3, 4, 5]], [[3, 4, 5, 0]]]
+    assert seen == [[[1, 2, 3]], [[1, 2, 3, 4]], [[4, 5]], [[4, 5, 0]]]
 
 
 def test_a_long_start_is_cut_too_and_left_as_it_was():

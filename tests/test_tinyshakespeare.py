@@ -16,8 +16,9 @@ import pytest
 from data import tinyshakespeare
 from data import tokenizer as tokenizers
 from data.batches import Batches
-from data.tinyshakespeare import FILE, cache_folder, load_corpus
+from data.tinyshakespeare import FILE, load_corpus
 from data.tokenizer import train as train_tokenizer
+from run.cache import cache_folder
 from run.errors import BadInput
 
 ROOT = Path(__file__).parents[1]

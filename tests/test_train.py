@@ -1,8 +1,10 @@
 """The training loop, from the command line to the checkpoint, on a text and a model that take a second."""
 
+import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,35 +14,10 @@ import pytest
 
 import train
 from run import checkpoint
-from run.log import Row, read_log
+from run.log import read_log
+from tests.conftest import TINY, numbers
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = "--device cpu --n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 8"
-TINY += " --log-every 1 --eval-every 0 --warmup 5"
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("".join(f"{n} times {n + 1} is {n * (n + 1)}.\n" for n in range(300)))
-    return path
-
-
-@pytest.fixture
-def run(tmp_path, corpus):
-    """run("name", "--flag …") trains into tmp_path/name and returns (folder, rows)."""
-
-    def run_(name: str, flags: str = "", status: int = 0) -> tuple[Path, list[Row]]:
-        argv = [*TINY.split(), "--corpus", str(corpus), "--out", str(tmp_path / name), *flags.split()]
-        assert train.main(argv) == status
-        return tmp_path / name, read_log(tmp_path / name / "log.csv")
-
-    return run_
-
-
-def numbers(rows: list[Row]) -> list[str]:
-    """Rows in full digits, without what depends on time; as text, since NaN equals itself there."""
-    return [str(row._replace(tokens_per_second=0, seconds=0)) for row in rows]
 
 
 def test_a_run_shows_and_leaves_all_that_the_readme_promises(run, capsys):
@@ -65,6 +42,7 @@ def test_a_run_shows_and_leaves_all_that_the_readme_promises(run, capsys):
     assert re.search(f"^{line}$", shown, re.MULTILINE)
     assert f"--resume {out} --steps 80" in shown
     assert sorted(p.name for p in out.iterdir()) == [
+        ".lock",
         "best.json",
         "latest.json",
         "log.csv",
@@ -125,37 +103,6 @@ def test_validation_does_not_touch_training(run):
     assert often[-1].val == never[-1].val
 
 
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(run, tmp_path):
-    flags = "--steps 12 --dtype fp16 --emulation on --dropout 0.1 --accumulation 2"
-    flags += " --init-scale 16777216 --growth-interval 2"  # backs off and grows on the way
-    whole, rows = run("whole", flags)
-    assert 0 < rows[-1].skipped < 12
-    stopped, _ = run("parts", f"{flags} --save-every 6")
-    for path in stopped.glob("step-12"):
-        path.rename(tmp_path / "away")
-    (stopped / "latest.json").write_text(json.dumps({"step": 6}))
-    assert train.main(["--resume", str(stopped), "--device", "cpu"]) == 0
-    assert numbers(read_log(stopped / "log.csv")) == numbers(rows)
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (stopped / "step-12" / file).read_bytes() == (whole / "step-12" / file).read_bytes(), file
-    assert (
-        checkpoint.read_manifest(stopped / "step-12")["scaler"] == checkpoint.read_manifest(whole / "step-12")["scaler"]
-    )
-
-
-def test_resume_refuses_another_architecture_another_text_and_a_finished_run(run, tmp_path, capsys):
-    out, _ = run("run", "--steps 2")
-    other = tmp_path / "other.txt"
-    other.write_text((tmp_path / "run" / "log.csv").read_text() * 20)
-    for flags, message in (
-        ("--n-layer 3", "--n-layer 3: the checkpoint in"),
-        (f"--steps 4 --corpus {other}", "trained on another text"),
-        ("", "all 2 steps are done"),
-    ):
-        assert train.main(["--resume", str(out), *flags.split()]) == 2
-        assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16 --emulation on", "fp16 --emulation on"])
 def test_a_diverged_run_ends_with_1_and_names_a_parameter(run, capsys, dtype):
     out, rows = run("run", f"--dtype {dtype} --steps 20 --lr 1e38 --clip 0 --max-skips 3 --eval-every 2", status=1)
@@ -210,26 +157,6 @@ def test_the_gpu_check_runs_from_end_to_end_on_a_cpu(tmp_path):
     assert result == json.loads(output.splitlines()[-1])
     assert [row["case"] for row in result["rows"]] == ["train/cpu/bf16", "train/cpu/fp16"]
     assert all(row["val"] < row["first_loss"] - 0.5 for row in result["rows"])
-
-
-def test_resume_never_overwrites_another_run_nor_newer_steps(run, capsys):
-    first, _ = run("first", "--steps 3 --save-every 1")
-    second, rows = run("second", "--steps 4")
-    assert train.main(["--resume", str(first), "--steps", "5", "--out", str(second)]) == 2
-    assert train.main(["--resume", str(first / "step-2"), "--steps", "5"]) == 2
-    error = capsys.readouterr().err
-    assert f"--out {second}: holds a run" in error
-    assert "step-3 is newer" in error
-    assert read_log(second / "log.csv") == rows
-    fork = first.parent / "fork"
-    assert train.main(["--resume", str(first / "step-2"), "--steps", "5", "--out", str(fork)]) == 0
-    assert (fork / "step-5").is_dir()
-
-
-def test_a_shorter_growth_interval_on_resume_grows(run):
-    out, _ = run("run", "--steps 5")
-    assert train.main(["--resume", str(out), "--steps", "12", "--growth-interval", "2", "--log-every", "1"]) == 0
-    assert [row.scale for row in read_log(out / "log.csv")][4:8] == [2**15, 2**16, 2**16, 2**17]
 
 
 def test_a_diverged_model_does_not_push_out_the_last_good_one(run, capsys):
@@ -288,15 +215,83 @@ def test_the_learning_rate_reaches_the_optimizer_in_its_step(run):
     assert slow[2].loss != fast[2].loss
 
 
-def test_the_best_survives_a_resume(run):
-    out, _ = run("run", "--dtype fp32 --steps 30 --lr 1e-2")
-    best = (out / "best.json").read_text()
-    assert train.main(["--resume", str(out), "--steps", "33", "--lr", "10", "--min-lr", "10"]) in (0, 1)
-    assert (out / "best.json").read_text() == best
-
-
 def test_the_scale_is_bounded_and_off_means_1(run):
     _, bounded = run("bounded", "--dtype fp32 --loss-scaling on --steps 4 --init-scale 8388608 --growth-interval 1")
     assert [row.scale for row in bounded] == [2.0**24] * 4
     _, off = run("off", "--dtype fp32 --steps 3")
     assert [row.scale for row in off] == [1.0] * 3
+
+
+# ---- a full disk
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """full_disk(*steps): the disk is full while these steps are saved."""
+    write = checkpoint._write
+
+    def full_at(*steps: int) -> None:
+        def writing(path: Path, content: bytes):
+            if any(f"step-{step}." in str(path) for step in steps) and path.name == "optimizer.safetensors":
+                path.write_bytes(content[: len(content) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            write(path, content)
+
+        monkeypatch.setattr(checkpoint, "_write", writing)
+
+    return full_at
+
+
+def test_a_full_disk_costs_a_line_and_a_checkpoint(run, full_disk, capsys):
+    full_disk(4, 6)
+    out, rows = run("run", "--steps 8 --save-every 2 --eval-every 2")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    need = r"No space left on device: [\d,]+ bytes needed, [\d,]+ free in "
+    assert len(lines) == 2
+    assert re.fullmatch(f"note    step 4 is not saved: {need}{out}", lines[0])
+    assert [row.step for row in rows] == list(range(1, 9))
+    assert {path.name for path in out.glob("*step-*")} == {"step-2", "step-8"}
+    assert json.loads((out / "best.json").read_text())["step"] == 8
+
+
+def test_the_last_save_decides_how_a_run_ends(run, full_disk, capsys):
+    full_disk(4)
+    out, _ = run("run", "--steps 4 --save-every 2", status=1)
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: stopped: step 4 is not saved: No space left on device: ")
+    assert len(error.splitlines()) == 1
+    assert checkpoint.find_intact(str(out)) == (out / "step-2", [])
+    assert [path.name for path in out.glob(".step*")] == []
+
+
+def test_a_best_that_was_not_saved_is_not_the_best(run, full_disk):
+    """Of 2.9 (step 2), 2.7 (step 4, not saved) and 2.8 (step 6) the last is the best that there is on disk."""
+    vals = iter([2.9, 2.7, 2.8])
+    full_disk(4)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(train, "mean_loss", lambda *arguments: (next(vals), 0.1))
+        out, _ = run("run", "--steps 6 --eval-every 2")
+    assert json.loads((out / "best.json").read_text()) == {"step": 6, "val": 2.8}
+
+
+TMPFS = "mount -t tmpfs -o size={size} none {out} && {train}; status=$?; cp -r {out}/. {copy}; exit $status"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk in a namespace of its own")
+def test_a_disk_that_is_full_for_real(corpus, tmp_path):
+    """Each checkpoint has about 0.35 MB, the disk 1 MB: two fit, the third does not while two are kept."""
+    out, copy = tmp_path / "disk", tmp_path / "copy"
+    for folder in (out, copy):
+        folder.mkdir()
+    flags = f"{TINY} --dtype fp32 --steps 8 --save-every 2 --corpus {corpus} --out {out}"
+    script = TMPFS.format(size="900k", out=out, copy=copy, train=f"{sys.executable} {ROOT / 'train.py'} {flags}")
+    unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, f"mount -t tmpfs none {out}"]).returncode:
+        pytest.skip("this machine lets nobody mount")
+    done = subprocess.run([*unshare, script], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "stopped: step 8 is not saved: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in copy.glob("*step-*")} == {"step-2", "step-4"}
+    assert [checkpoint.damage(path) for path in copy.glob("step-*")] == [None, None]
+    assert len(read_log(copy / "log.csv")) == 8

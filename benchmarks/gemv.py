@@ -1,0 +1,208 @@
+"""Our matrix-vector product against the libraries': `python benchmark.py gemv`.
+
+One vector times the matrices of the presets and of GPT-2, for weights held in fp32 (rounded on load) and in bf16. Every
+call takes another copy of the weights, so that none comes from a cache. On CUDA the calls are captured into a graph:
+what is compared is kernels, not launches; there the versions of csrc/bf16_gemv.cu stand side by side.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from benchmarks.report import RESULTS, Row, finish, seconds, share, speeds
+from csrc import build
+from model import backend as backends
+from run.errors import BadInput
+from run.flags import flag, read_flags
+
+SHAPES = ((128, 512), (384, 1536), (768, 3072), (3072, 768), (50257, 768), (4096, 4096))  # (M, K)
+TRAINING = (8192, 384, 1536)  # (N, M, K): mlp.c_proj of the preset gpu
+PAST_CACHES = 256 * 2**20  # bytes of copies
+IN_A_GRAPH = 20  # calls
+NAMES = {"fp32": "PyTorch fp32", "bf16": "PyTorch bf16", "numpy": "NumPy fp32"}
+
+
+@dataclass(frozen=True)
+class GemvSettings:
+    """Flags of `benchmark.py gemv`."""
+
+    device: str = flag("auto", "auto, cpu, cuda or cuda:N")
+    blocks: int = flag(7, "blocks of calls, in which the functions take turns")
+    profile: bool = flag(False, "also print torch.profiler's table and write a trace")
+    readme: bool = flag(False, "write the table into README.md")
+
+
+def main(argv: list[str]) -> None:
+    values, faults = read_flags(GemvSettings, argv, "benchmark.py gemv", __doc__)
+    s = GemvSettings(**values)
+    if s.blocks < 1:
+        faults.append(f"--blocks {s.blocks}: must be at least 1")
+    if faults:
+        raise BadInput("\n".join(faults))
+    hardware = backends.module("torch").hardware(s.device, "fp32", "auto")
+    device = torch.device(hardware.device)
+    try:
+        kernels = build.load()
+    except build.Unavailable as error:
+        raise BadInput(f"the kernels cannot be built here: {error}") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not kernels.with_cuda):
+        raise BadInput(f"--device {s.device}: csrc/ has no code for it here; python -m csrc.build says why")
+    print(f"device  {device}: {hardware.device_name}")
+    bandwidth = read_bandwidth(device, s.blocks)
+    print(f"reads   {bandwidth:.1f} GB/s, the fastest reduction over {PAST_CACHES >> 20} MB of fp32")
+    rows = []
+    for m, k in SHAPES:
+        rows += matrix_vector(kernels, device, m, k, s.blocks, bandwidth)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        rows += training(kernels, device, s.blocks)
+    picture(rows, bandwidth, hardware.device_name)
+    if s.profile:
+        profile(kernels, device)
+    finish("gemv", rows, hardware.device_name, s.readme, {"read_bandwidth_gb_s": bandwidth})
+
+
+def read_bandwidth(device: torch.device, blocks: int) -> float:
+    """GB/s of the fastest of a few reductions over an array that no cache holds."""
+    big = torch.ones(PAST_CACHES // 4, device=device)
+    functions = {"sum": lambda: big.sum(), "max": lambda: big.max()}
+    if device.type == "cpu":
+        array = big.numpy()
+        functions["dot"] = lambda: array @ array  # one array, read once: both operands come from the same cache line
+    times = seconds({name: _waiting(function, device) for name, function in functions.items()}, blocks)
+    return PAST_CACHES / min(min(block) for block in times.values()) / 1e9
+
+
+def matrix_vector(kernels, device, m: int, k: int, blocks: int, bandwidth: float) -> list[Row]:
+    """Checks every function against fp64, then times them: rows in GB/s of weights that were read."""
+    generator = torch.Generator().manual_seed(m + k)
+    copies = max(1, PAST_CACHES // (m * k * 4))
+    fp32 = [torch.randn(m, k, generator=generator).to(device) for _ in range(min(copies, 4))]
+    fp32 += [fp32[i % len(fp32)].clone() for i in range(len(fp32), copies)]
+    bf16 = [weight.bfloat16() for weight in fp32]
+    x = torch.randn(k, generator=generator).to(device)
+    x_low = x.bfloat16()
+    versions = range(5) if device.type == "cuda" else (-1,)
+    functions: dict[str, tuple[Callable, list]] = {}
+    for version in versions:
+        name = "cpu" if version < 0 else f"v{version}"
+        for weights, matrices in (("fp32", fp32), ("bf16", bf16)):
+            functions[f"{name}/{weights}"] = (lambda w, version=version: kernels.bf16_gemv(w, x, version), matrices)
+    functions["fp32"] = (lambda w: torch.mv(w, x), fp32)
+    functions["bf16"] = (lambda w: F.linear(x_low, w), bf16)
+    if device.type == "cpu":
+        numbers = x.numpy()
+        functions["numpy"] = (lambda w: w @ numbers, [weight.numpy() for weight in fp32])
+    for name, (function, matrices) in functions.items():
+        check(name, torch.as_tensor(function(matrices[0])), fp32[0], x_low if name == "bf16" else x, name != "numpy")
+    times = seconds({name: _rotating(*each, device) for name, each in functions.items()}, blocks)
+    repeat = IN_A_GRAPH if device.type == "cuda" else 1
+    rows, baselines = [], [name for name in functions if "/" not in name]
+    for name in functions:
+        if "/" in name:
+            version, weights = name.split("/")
+            work = m * k * (4 if weights == "fp32" else 2) * repeat / 1e9
+            case, against = f"gemv/{version}/{weights}/{m}x{k}", {n: times[n] for n in (name, *baselines)}
+            for row in speeds(case, against, name, work, "GB/s"):
+                theirs = 2 if row.against == "bf16" else 4  # bytes of a weight on their side
+                rows.append(row._replace(theirs=row.theirs * theirs / (4 if weights == "fp32" else 2)))
+            rows.append(share(case, [work / block for block in times[name]], bandwidth, "bandwidth", "GB/s"))
+    return rows
+
+
+def training(kernels, device, blocks: int) -> list[Row]:
+    """v5 on fp32 master weights against cuBLAS on weights that are bf16 already, in TFLOP/s."""
+    n, m, k = TRAINING
+    x = torch.randn(n, k, device=device).bfloat16()
+    weight = torch.randn(m, k, device=device)
+    low = weight.bfloat16()
+    functions = {
+        "ours": _rotating(lambda w: kernels.bf16_linear(x, w), [weight], device),
+        "cublas": _rotating(lambda w: F.linear(x, w), [low], device),
+    }
+    check("v5", kernels.bf16_linear(x, weight), weight, x, True)
+    work = 2 * n * m * k * IN_A_GRAPH / 1e12
+    return speeds(f"linear/v5/fp32/{n}x{m}x{k}", seconds(functions, blocks), "ours", work, "TFLOP/s")
+
+
+def check(name: str, y, weight, x, low_weights: bool) -> None:
+    """Nothing is timed that is wrong: within 1e-5 of the sum of |w x|, plus one rounding where y is bf16."""
+    exact = (weight.bfloat16() if low_weights and name != "fp32" else weight).double()
+    product, bound = x.double() @ exact.T, x.double().abs() @ exact.abs().T
+    allowed = bound * 1e-5 + (product.abs() * 2**-8 if y.dtype == torch.bfloat16 else 0)
+    if not ((y.to(product.device).double() - product).abs() <= allowed).all():
+        raise RuntimeError(f"{name} is wrong for {tuple(weight.shape)}: not timed")
+
+
+def _waiting(function, device):
+    if device.type != "cuda":
+        return function
+
+    def waits():
+        function()
+        torch.cuda.synchronize(device)
+
+    return waits
+
+
+def _rotating(function, matrices: list, device) -> Callable:
+    """A call without arguments that takes the next copy each time; on CUDA a graph of IN_A_GRAPH calls."""
+    copies = cycle(matrices)
+    if device.type != "cuda":
+        return lambda: function(next(copies))
+    function(next(copies))  # what a library sets up at its first call must not be captured
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(IN_A_GRAPH):
+            function(next(copies))
+    return _waiting(graph.replay, device)
+
+
+def picture(rows: list[Row], bandwidth: float, device_name: str) -> None:
+    """GB/s of each function at each shape, under the line of the read bandwidth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    bars: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.case.startswith("gemv/"):
+            _, version, weights, shape = row.case.split("/")
+            bars.setdefault(f"ours {version}, {weights} weights", {})[shape] = row.ours
+            if row.against != "bandwidth":
+                bars.setdefault(NAMES[row.against], {})[shape] = row.theirs
+    shapes = [f"{m}x{k}" for m, k in SHAPES]
+    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    width = 0.8 / len(bars)
+    for i, (name, speeds_by_shape) in enumerate(bars.items()):
+        axes.bar(np.arange(len(shapes)) + i * width, [speeds_by_shape[shape] for shape in shapes], width, label=name)
+    axes.axhline(bandwidth, color="black", linewidth=1, linestyle="--", label="read bandwidth")
+    axes.set_xticks(np.arange(len(shapes)) + 0.4, shapes)
+    axes.set(ylabel="weights read, GB/s", xlabel="M x K", title=f"one vector, {device_name}")
+    axes.legend(fontsize="small")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    figure.savefig(RESULTS / "gemv.png", dpi=110)
+    plt.close(figure)
+
+
+def profile(kernels, device) -> None:
+    """torch.profiler's table of a few calls, and a trace for chrome://tracing."""
+    from model.bf16_linear import bf16_linear
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    n, m, k = TRAINING
+    weight, vector = torch.randn(m, k, device=device), torch.randn(1, k, device=device)
+    batch = torch.randn(n if device.type == "cuda" else 64, k, device=device).bfloat16()
+    with torch.profiler.profile(activities=activities) as profiler, torch.no_grad():
+        for _ in range(10):
+            bf16_linear(vector, weight)
+            bf16_linear(batch, weight)
+    print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=10))
+    profiler.export_chrome_trace(str(RESULTS / "gemv-trace.json"))
+    print(f"trace   {RESULTS / 'gemv-trace.json'}")

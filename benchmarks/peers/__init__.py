@@ -1,0 +1,1 @@
+"""The same GPT as a user of each library would write it."""

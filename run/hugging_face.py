@@ -1,0 +1,86 @@
+"""GPT-2 as Hugging Face keeps it: config.json, names and layout of the weights, and the published models by name."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+from run.errors import BadInput
+
+CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")  # kept as (in, out)
+NOT_WEIGHTS = re.compile(r"(^lm_head\.weight|\.attn\.bias|\.attn\.masked_bias)$")  # tied, and causal masks of old files
+PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+
+def config_of(config: dict) -> dict:
+    """GPTConfig's fields -> transformers' GPT2Config, so that a step folder opens there as it lies."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config["vocab_size"],
+        "n_positions": config["block_size"],
+        "n_embd": config["n_embd"],
+        "n_layer": config["n_layer"],
+        "n_head": config["n_head"],
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "embd_pdrop": config["dropout"],
+        "attn_pdrop": config["dropout"],
+        "resid_pdrop": config["dropout"],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+
+
+def read_config(config: dict, path: Path) -> dict:
+    """The inverse of config_of, without dropout. BadInput where the model is no GPT-2 as this project computes it."""
+    ours = {"vocab_size": "vocab_size", "n_positions": "block_size"} | {n: n for n in ("n_layer", "n_head", "n_embd")}
+    for key in ours:
+        if type(config.get(key)) is not int:
+            raise BadInput(f"{path}: {key} is missing or not a number: use another checkpoint")
+    known = {
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new",),
+        "layer_norm_epsilon": (1e-5,),
+        "n_inner": (None, 4 * config["n_embd"]),
+    }
+    for key, values in known.items():
+        if config.get(key, values[0]) not in values:
+            raise BadInput(f"{path}: {key} is {config[key]!r}, and only {values[0]!r} is known here")
+    return {name: config[key] for key, name in ours.items()}
+
+
+def weights_of(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Our weights, (out, in) -> GPT-2's, whose Conv1D kinds are (in, out). Views, no copies."""
+    return {name: w.T if CONV1D.search(name) else w for name, w in weights.items()}
+
+
+def read_weights(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inverse of weights_of; a prefix "transformer.", a head of its own and old masks are dropped."""
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    weights = {name: tensor for name, tensor in weights.items() if not NOT_WEIGHTS.search(name)}
+    return {name: np.ascontiguousarray(w.T) if CONV1D.search(name) else w for name, w in weights.items()}
+
+
+def published(name: str) -> Path | None:
+    """The folder of a model that OpenAI published as GPT-2, from huggingface_hub's cache or the network.
+
+    None where `name` is none of those, or a folder here has it. BadInput says why it cannot be had.
+    """
+    if name not in PUBLISHED or Path(name).exists():
+        return None
+    try:
+        hub = import_module("huggingface_hub")
+    except ImportError:
+        raise BadInput(f"{name}: needs huggingface_hub: pip install huggingface_hub, or name a folder") from None
+    try:
+        files = [hub.hf_hub_download(f"openai-community/{name}", file) for file in ("config.json", "model.safetensors")]
+    except Exception as error:  # the package's own errors, those of its HTTP library, and both change by version
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadInput(f"{name}: cannot be downloaded ({reason}): try again with a network, or name a folder") from None
+    return Path(files[0]).parent
