@@ -1,6 +1,6 @@
 """What recomputation saves and costs: layers between checkpoints against the peak of memory and the time of a step.
 
-For `python benchmark.py step --recompute`: rows(backend, dtype, …). 0 layers is without recomputation.
+For `python benchmark.py step --recompute`. The case is recompute/BACKEND/DTYPE/LAYERS/memory, or time.
 """
 
 import statistics
@@ -15,12 +15,14 @@ from model.config import PRESETS
 from settings import Settings
 
 
-def rows(backend: str, dtype: str, preset: str, device: str = "auto", blocks: int = 7) -> list[Row]:
+def rows(
+    backend: str, dtype: str, preset: str, batch_size: int | None = None, device: str = "auto", blocks: int = 7
+) -> list[Row]:
     """Two a number of layers: memory in MiB, time in ms, each against the same step that keeps everything."""
     config = config_of(preset)
     module = backends.module(backend)
     hardware = module.hardware(device, dtype, "auto")
-    shape = (2, PRESETS[preset].get("batch_size", 12), config.block_size)
+    shape = (2, batch_size or PRESETS[preset]["batch_size"], config.block_size)
     x, y = np.random.default_rng(0).integers(0, VOCABULARY, shape)
     steps = {}
     for layers in between(config.n_layer):

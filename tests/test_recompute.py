@@ -16,7 +16,7 @@ def test_layers_between_checkpoints():
 def test_rows(monkeypatch, backend):
     monkeypatch.setitem(PRESETS, "tiny", dict(n_layer=4, n_head=2, n_embd=32, block_size=32, batch_size=8))
     monkeypatch.setattr(recompute, "seconds", lambda steps, *_, **__: {layers: [1.0, 2.0] for layers in steps})
-    rows = {row.case: row for row in recompute.rows(backend, "bf16", "tiny", "cpu")}
+    rows = {row.case: row for row in recompute.rows(backend, "bf16", "tiny", device="cpu")}
     assert list(rows) == [f"recompute/{backend}/bf16/{n}/{kind}" for n in (1, 2) for kind in ("memory", "time")]
     one, two = (rows[f"recompute/{backend}/bf16/{n}/memory"] for n in (1, 2))
     assert one.ours < two.ours < one.theirs == two.theirs
