@@ -1,5 +1,7 @@
 """Every op through one helper: value and gradients against PyTorch and against slopes, and the error of 16 bits."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,20 @@ from engine import ops
 from engine.autocast import autocast
 from engine.tensor import Tensor
 
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
 ROWS = np.random.default_rng(0).integers(0, 7, (2, 5))  # of 7, some twice, some never
 
 
 def heads(function):
     """PyTorch's attention of (3, B, NH, T, HS)."""
     return lambda qkv: function(*qkv, is_causal=True)
+
+
+def softplus(x):
+    """The op that the README adds."""
+    code = next(block for block in README.split("```python\n")[1:] if "def softplus" in block).split("```")[0]
+    exec(code, names := {})
+    return names["softplus"](x)
 
 
 # id: ours, PyTorch's (None: the same expression), shapes of the inputs, which are normal or "positive"
@@ -55,6 +65,7 @@ CASES = {
     "matmul broadcast": (lambda a, b: a @ b, None, (2, 1, 3, 5), (4, 5, 1)),
     "linear": (ops.linear, F.linear, (2, 3, 5), (4, 5), (4,)),
     "linear without bias": (ops.linear, F.linear, (3, 5), (4, 5)),
+    "the README's op": (softplus, F.softplus, (3, 5)),
     "gelu": (ops.gelu, lambda x: F.gelu(x, approximate="tanh"), (3, 7)),
     "softmax": (ops.softmax, lambda x: x.softmax(-1), (2, 3, 5)),
     "layer_norm": (ops.layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), (2, 3, 8), (8,), (8,)),
