@@ -76,11 +76,12 @@ class Settings:
     overwrite: bool = flag(False, "replace the run that --out holds, once this one has saved")
     verify_resume: bool = flag(False, "only prove that this run resumes exactly: 4 steps in a temporary folder")
     compile: bool = flag(False, "torch.compile the model")
+    recompute: bool = flag(False, "compute blocks again in backward: less memory, more time, the same bits")
     deterministic: bool = flag(False, "only deterministic algorithms; slower on CUDA")
 
 
 # What belongs to one process or one machine, so that a checkpoint does not keep it.
-NOT_SAVED = ("device", "out", "resume", "overwrite", "verify_resume", "compile", "deterministic")
+NOT_SAVED = ("device", "out", "resume", "overwrite", "verify_resume", "compile", "recompute", "deterministic")
 # What a checkpoint's weights depend on: a resumed run must not change these.
 FIXED = ("n_layer", "n_head", "n_embd", "block_size", "tokenizer", "vocab_size")
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing

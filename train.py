@@ -229,7 +229,7 @@ def go_on(settings: Settings, out: Path, done: int) -> str:
 
 def switches(settings: Settings) -> list[str]:
     """Flags without a value that no checkpoint keeps."""
-    return [f"--{name}" for name in ("compile", "deterministic") if getattr(settings, name)]
+    return [f"--{name}" for name in ("compile", "recompute", "deterministic") if getattr(settings, name)]
 
 
 def shown(path: str | Path) -> str:

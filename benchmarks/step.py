@@ -2,17 +2,20 @@
 
 Each side is a process of its own that waits while another works; they take turns in blocks of steps. Before anything is
 timed their losses are compared. Baselines (benchmarks/peers/): eager PyTorch with nn.Linear, SDPA, torch.autocast and
-AdamW's defaults, and transformers' GPT-2. `--time-to-loss` trains both for real; `--profile` says where a step goes.
+AdamW's defaults, and transformers' GPT-2; for `--backend engine` also HIPS autograd, and tinygrad where there is clang.
+`--time-to-loss` trains both for real; `--profile` says where a step goes; `--recompute` what recomputation saves.
 """
 
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from benchmarks import profile, time_to_loss
+from benchmarks import profile, recompute, time_to_loss
 from benchmarks.report import ROOT, Row, around, finish, speeds
 from benchmarks.worker import config_of
 from model import backend as backends
@@ -38,6 +41,7 @@ class StepSettings:
     seconds: float = flag(1.5, "of a block")
     profile: bool = flag(False, "only show where a step of ours goes, and write a trace")
     time_to_loss: bool = flag(False, "only train both, by their own recipes, and time the way to a validation loss")
+    recompute: bool = flag(False, "only measure what --recompute of train.py saves and costs")
     readme: bool = flag(False, "write the table into README.md")
 
 
@@ -52,14 +56,23 @@ def main(argv: list[str]) -> None:
         faults.append(f"--seconds {s.seconds}: must be above 0")
     if s.profile and s.time_to_loss:
         faults.append("--profile: cannot be combined with --time-to-loss")
+    if s.recompute and (s.profile or s.time_to_loss):
+        faults.append("--recompute: cannot be combined with --profile or --time-to-loss")
+    if s.recompute and s.backend in backends.MODULES:
+        faults += backends.refused(s.backend, {"recompute": True}).values()
     if faults:
         raise BadInput("\n".join(faults))
     if s.readme and not s.profile:
-        around("time-to-loss" if s.time_to_loss else f"step-{s.backend}")
+        kind = "recompute" if s.recompute else "step"
+        around("time-to-loss" if s.time_to_loss else f"{kind}-{s.backend}")
     if s.time_to_loss:
         time_to_loss.main(s)
     elif s.profile:
         profile.main(s)
+    elif s.recompute:
+        hardware = backends.module(s.backend).hardware(s.device, "auto" if s.dtype == "all" else s.dtype, "auto")
+        rows = recompute.rows(s.backend, hardware.dtype, s.preset, s.batch_size, hardware.device, s.blocks)
+        finish(f"recompute-{s.backend}", rows, hardware.device_name, s.readme)
     else:
         compare(s)
 
@@ -111,6 +124,11 @@ def sides_of(s: StepSettings, device: str) -> dict[str, dict]:
         sides[f"eager/{dtype}"] = common | dict(side="eager", dtype=dtype)
     if "fp32" in wanted and find_spec("transformers"):
         sides["transformers/fp32"] = common | dict(side="transformers_gpt2", dtype="fp32")
+    if "fp32" in wanted and s.backend == "engine":
+        clang = shutil.which(os.environ.get("CC", "clang"))  # tinygrad's
+        for peer in ["autograd", *(["tinygrad"] if clang else [])]:
+            if find_spec(peer):
+                sides[f"{peer}/fp32"] = common | dict(side=f"{peer}_gpt", dtype="fp32")
     if s.compile:
         for name, spec in list(sides.items()):
             emulated = spec["side"] == "ours" and module.hardware(device, spec["dtype"], spec["emulation"]).emulated

@@ -15,7 +15,7 @@ from run.flags import name_of
 
 # Each has hardware(device, dtype, emulation) and build(settings, hardware, config), and may have REFUSED, which names
 # the flags that it cannot honour.
-MODULES = {"torch": "model.minigpt", "numpy": "model.numpy_gpt"}
+MODULES = {"torch": "model.minigpt", "numpy": "model.numpy_gpt", "engine": "model.engine_gpt"}
 
 
 class Hardware(NamedTuple):

@@ -5,11 +5,13 @@ B batch · T time · C channels · V vocabulary · L layers · NH heads · HS he
 
 import math
 import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -87,13 +89,24 @@ class MiniGPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
+        # Of so many blocks at a time backward recomputes the inside. 0: it is kept, and of the last ones it always is,
+        # since backward begins with them.
+        self.recomputed = 0
+        self.recompute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+
+    def blocks(self, x, start: int, stop: int):  # (B, T, C)
+        for layer in range(start, min(stop, len(self.h))):
+            x = self.h[layer](x)
+        return x
 
     def forward(self, tokens, targets=None):
         B, T = tokens.shape
         x = self.wte(tokens) + self.wpe.weight[:T]  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
-        for block in self.h:
-            x = block(x)
+        L, size = len(self.h), self.recomputed or len(self.h)
+        for start in range(0, L, size):
+            again = self.training and start + size < L
+            x = self.recompute(self.blocks, x, start, start + size) if again else self.blocks(x, start, start + size)
         logits = F.linear(self.ln_f(x), self.wte.weight)  # (B, T, V), the head is tied to the embedding
         logits = logits.to(x.dtype)  # out of the low dtype: softmax and cross-entropy are fp32
         if targets is None:
@@ -180,6 +193,9 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     optimizer = _adamw(gpt, settings, device)
     forward = torch.compile(gpt) if settings.compile else gpt
     enter_autocast = partial(autocast, device.type, hardware.dtype, hardware.emulated)
+    gpt.recomputed = int(settings.recompute)
+    if hardware.emulated:  # torch enters its own autocast again in backward, of our emulation it does not know
+        gpt.recompute = partial(gpt.recompute, context_fn=partial(_emulation_again, device.type))
 
     def tensors(*arrays):
         return [torch.from_numpy(np.ascontiguousarray(a)).to(device, non_blocking=True) for a in arrays]  # no host wait
@@ -217,6 +233,11 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     return Backend(
         loss, optimizer, enter_autocast, clip_grad_norm_, evaluate, logits, decode, state, load_state, kernel
     )
+
+
+def _emulation_again(device_type: str):
+    """For the two runs of a recomputed block: where it stands, and the precision that is active now once more."""
+    return nullcontext(), autocast(device_type, policy.compute_dtype(), emulated=True)
 
 
 def _adamw(gpt: MiniGPT, settings, device: torch.device) -> torch.optim.AdamW:

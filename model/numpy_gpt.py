@@ -189,14 +189,15 @@ REFUSED = {
     "kernel": "has no kernel of its own",
     "weights": "has no kernel of its own",
     "deterministic": "always is",
+    "recompute": "keeps all that backward needs: use --backend engine or torch",
     "emulation": "always rounds the operands and multiplies in fp32",
 }
 
 
-def hardware(device: str, dtype: str, emulation: str) -> Hardware:
+def hardware(device: str, dtype: str, emulation: str, backend: str = "numpy") -> Hardware:
     """The CPU. BadInput where another device is asked for; `emulation` is a checkpoint's and has no say here."""
     if device not in ("auto", "cpu"):
-        raise BadInput(f"--device {device}: --backend numpy computes on the CPU: use --device cpu")
+        raise BadInput(f"--device {device}: --backend {backend} computes on the CPU: use --device cpu")
     dtype = "bf16" if dtype == "auto" else dtype
     threads = min(parallel.cores(), parallel.SHARDS)
     how = "full precision" if dtype == "fp32" else "emulated: operands rounded, products in fp32; NumPy has no others"
@@ -210,7 +211,7 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
         name: Parameter(w, hardware.dtype if is_operand(name) or name == TIED else "fp32")
         for name, w in initial_weights(config, settings.seed).items()
     }
-    optimizer = _adamw(masters, settings, config)
+    optimizer = adamw(masters, settings, config)
 
     def weights(low):
         """What the model computes with: operands of products as shadows, all else as master weights.
@@ -270,8 +271,8 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
         evaluate=evaluate,
         logits=logits,
         decoder=lambda weights: logits,  # without a memory: every token is read again
-        state=partial(_state, masters, optimizer),
-        load_state=partial(_load_state, masters, optimizer),
+        state=partial(state, masters, optimizer),
+        load_state=partial(load_state, masters, optimizer),
         kernel=Kernel("numpy", "NumPy's products"),
     )
 
@@ -297,7 +298,7 @@ def _add_gradients(masters: dict[str, Parameter], parts: list[dict], low: str) -
     parallel.run(add, [names[part] for part in parallel.shards(len(names))])
 
 
-def _adamw(masters: dict[str, Parameter], settings, config: GPTConfig) -> AdamW:
+def adamw(masters: dict[str, Parameter], settings, config: GPTConfig) -> AdamW:
     table = parameters(config)
     groups = []
     for decay, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
@@ -306,11 +307,11 @@ def _adamw(masters: dict[str, Parameter], settings, config: GPTConfig) -> AdamW:
     return AdamW(groups, settings.lr, (settings.beta1, settings.beta2))
 
 
-def _state(masters: dict[str, Parameter], optimizer: AdamW) -> dict[str, dict[str, np.ndarray]]:
+def state(masters: dict[str, Parameter], optimizer: AdamW) -> dict[str, dict[str, np.ndarray]]:
     return {"model": {name: p.data.copy() for name, p in masters.items()}, "optimizer": optimizer.state_dict()}
 
 
-def _load_state(masters: dict[str, Parameter], optimizer: AdamW, arrays: dict[str, dict[str, np.ndarray]]) -> None:
+def load_state(masters: dict[str, Parameter], optimizer: AdamW, arrays: dict[str, dict[str, np.ndarray]]) -> None:
     """Copies. ValueError where names or shapes differ."""
     if missing := sorted(masters.keys() ^ arrays["model"].keys()):
         raise ValueError(f"the weights do not fit this model: {missing[0]} is missing on one side")

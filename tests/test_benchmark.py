@@ -88,6 +88,24 @@ def test_step_compares_processes(results, monkeypatch, capsys):
     assert rows["scaler/fp32", "step"]["ratio"] > 1
 
 
+def test_step_of_the_engine_is_compared_with_other_autograd_libraries(results, monkeypatch, capsys):
+    pytest.importorskip("autograd")
+    monkeypatch.setattr(step, "WARM_UP", 3)
+    monkeypatch.setenv("CC", "no-compiler")  # tinygrad compiles for minutes
+    flags = ["--backend", "engine", "--dtype", "fp32", "--batch-size", "2", "--blocks", "2", "--seconds", "0.001"]
+    assert benchmark.main(["step", *flags]) == 0
+    against = {row["against"] for row in last_line(capsys)["rows"] if row["case"] == "step/engine/fp32"}
+    assert against >= {"eager", "autograd"}
+    assert "tinygrad" not in against
+
+
+def test_recomputation_is_measured_from_the_command_line(results, capsys):
+    flags = ["--backend", "engine", "--dtype", "fp32", "--batch-size", "12", "--blocks", "1"]
+    assert benchmark.main(["step", "--recompute", *flags]) == 0
+    rows = {row["case"]: row["ratio"] for row in last_line(capsys)["rows"]}
+    assert rows["recompute/engine/fp32/1/memory"] > 1.2
+
+
 def test_sides_whose_losses_differ_are_not_timed():
     dtypes = {"ours/fp32": "fp32", "eager/fp32": "fp32", "ours/bf16": "bf16"}
     right = {"ours/fp32": [4.0, 3.9], "eager/fp32": [4.00001, 3.88], "ours/bf16": [4.002, 3.9]}
@@ -131,6 +149,8 @@ def test_the_time_to_a_loss_is_read_between_validations():
         (["gemv", "--blocks", "0"], "--blocks 0: must be at least 1"),
         (["decode", "--preset", "cpu", "--tokens", "64"], "--tokens 64: must be below the context of 64"),
         (["traffic", "--blocks", "3"], "unknown argument --blocks"),
+        (["step", "--recompute", "--backend", "numpy"], "--recompute: --backend numpy keeps all that backward needs"),
+        (["step", "--recompute", "--profile"], "--recompute: cannot be combined with --profile or --time-to-loss"),
     ],
 )
 def test_bad_input_is_one_line(argv, line, capsys):

@@ -428,6 +428,10 @@ def faults(*argv: str) -> list[str]:
         ("--compile", "--compile: --backend numpy has nothing to compile"),
         ("--kernel own", "--kernel: --backend numpy has no kernel of its own"),
         ("--deterministic", "--deterministic: --backend numpy always is"),
+        (
+            "--recompute",
+            "--recompute: --backend numpy keeps all that backward needs: use --backend engine or torch",
+        ),
         ("--emulation off", "--emulation: --backend numpy always rounds the operands and multiplies in fp32"),
         (
             "--emulation on --dtype fp32",
