@@ -85,23 +85,41 @@ def _digits(value: float) -> str:
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
-def finish(name: str, rows: list[Row], device_name: str, readme: bool, more: dict | None = None) -> None:
-    """Prints the table, keeps the result in benchmarks/results/, writes the README if asked; last is the JSON line."""
+def finish(
+    name: str, rows: list[Row], device_name: str, readme: bool, more: dict | None = None, shown: str | None = None
+) -> None:
+    """Prints the table, keeps the result in benchmarks/results/, writes the README if asked; last is the JSON line.
+
+    shown: what people see in place of the table of rows.
+    """
+    shown = shown or table(rows)
     result = {
         "benchmark": name,
         "machine": {"device": device_name, "system": platform.platform()},
         "versions": {"python": platform.python_version()} | backends.versions(),
         "rows": [row._asdict() for row in rows],
     } | (more or {})
-    print(table(rows))
+    print(shown)
     try:
         RESULTS.mkdir(parents=True, exist_ok=True)
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         print(f"note    {RESULTS / name}.json could not be written ({error.strerror})")
     if readme:
-        write_readme(name, f"{device_name}, PyTorch {backends.versions().get('torch', 'not used')}:\n\n{table(rows)}")
+        write_readme(name, f"{device_name}, PyTorch {backends.versions().get('torch', 'not used')}:\n\n{shown}")
     print(json.dumps(result))
+
+
+def keep(name: str, values: dict) -> None:
+    """Sets keys of a JSON file in benchmarks/results/; its other keys stay."""
+    path, kept = RESULTS / name, {}
+    if path.exists():
+        try:
+            kept = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            print(f"note    {path} held no JSON object and is written anew")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(kept | values, indent=2) + "\n", encoding="utf-8")
 
 
 def write_readme(name: str, text: str, path: Path = ROOT / "README.md") -> None:

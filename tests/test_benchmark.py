@@ -81,7 +81,7 @@ def test_traffic_is_counted_from_the_command_line(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["nothing"], "nothing: no such benchmark: use one of gemv, decode, step, traffic"),
+        (["nothing"], "nothing: no such benchmark: use one of gemv, decode, step, precision, traffic"),
         (["gemv", "--blocks", "0"], "--blocks 0: must be at least 1"),
         (["decode", "--preset", "cpu", "--tokens", "64"], "--tokens 64: must be below the context of 64"),
         (["traffic", "--blocks", "3"], "unknown argument --blocks"),
