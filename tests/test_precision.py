@@ -79,7 +79,8 @@ def test_precisions_take_turns_within_a_seed(results, runs, corpus):
     ],
 )
 def test_the_rule(speed, gap, adopted):
-    speeds, gaps = dict(zip(("fp32", "bf16", "fp16"), speed, strict=True)), dict(zip(("bf16", "fp16"), gap, strict=True))
+    speeds = dict(zip(("fp32", "bf16", "fp16"), speed, strict=True))
+    gaps = dict(zip(("bf16", "fp16"), gap, strict=True))
     assert adopt(speeds, gaps, noise=0.02) == adopted
 
 
