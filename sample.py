@@ -125,6 +125,8 @@ def read(argv: list[str] | None) -> SampleSettings:
         faults += [
             f"{name_of(name)}: does nothing at --temperature 0" for name in ("top_k", "top_p", "seed") if name in values
         ]
+    if s.backend in backends.MODULES:
+        faults += backends.refused(s.backend, values).values()
     if faults:
         raise BadInput("\n".join(faults))
     return s

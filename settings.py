@@ -149,7 +149,7 @@ def read(argv: list[str] | None) -> Request:
         if saved and name in flags and flags[name] != saved[name]:
             faults.append(f"{name_of(name)} {flags[name]}: the checkpoint in {resume_from} has {saved[name]}")
     asked = {**PRESETS.get(saved.get("preset", flags.get("preset")), {}), **saved, **flags}
-    hardware, adopted = None, asked.get("dtype") == "adopted"
+    hardware, refused, adopted = None, {}, asked.get("dtype") == "adopted"
     if adopted:
         try:
             asked["dtype"] = adopted_dtype()
@@ -159,18 +159,18 @@ def read(argv: list[str] | None) -> Request:
     if (name := asked.get("backend", Settings.backend)) in backend.MODULES:
         chosen = (flags.get("device", "auto"), asked.get("dtype", "auto"), asked.get("emulation", "auto"))
         try:
+            refused = backend.refused(name, flags)
             hardware = backend.module(name).hardware(*chosen)
             if adopted:
                 hardware = hardware._replace(how=f"{hardware.how} (adopted by measurement: {ADOPTED.name})")
-        except ImportError as error:
-            faults.append(f"--backend {name}: {error.name} is not installed: pip install -r requirements.txt")
         except BadInput as error:
             faults.append(str(error))
     if asked.get("preset", "auto") == "auto":
         preset = "gpu" if hardware and hardware.device.startswith("cuda") else "cpu"
         asked = {**PRESETS[preset], **asked, "preset": preset}
     settings = Settings(**asked)
-    faults += _faults(settings, flags, hardware, resume_from)
+    honoured = {name: value for name, value in flags.items() if name not in refused}
+    faults += [*refused.values(), *_faults(settings, honoured, hardware, resume_from)]
     if faults:
         raise BadInput("\n".join(faults))
     if settings.corpus not in tinyshakespeare.NAMES:
@@ -245,7 +245,7 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_
         require(hardware.dtype != "fp32", f"--emulation {s.emulation}: fp32 has nothing to emulate")
     if hardware and flags.get("kernel", "auto") != "auto":
         require(hardware.dtype == "bf16", f"--kernel {s.kernel}: the kernel is for bf16, this run is {hardware.dtype}")
-    if s.compile and hardware:
+    if "compile" in flags and hardware:
         require(
             not hardware.emulated,
             f"--compile: cannot be combined with emulated {hardware.dtype}: use --dtype fp32 or drop it",

@@ -275,10 +275,9 @@ def main(argv: list[str] | None = None) -> int:
     except (TooManySkips, Diverged, NotExact, checkpoint.NotSaved) as error:
         print(f"train.py: stopped: {error}", file=sys.stderr)
     except (MemoryError, RuntimeError) as error:
-        # torch.OutOfMemoryError on CUDA; a plain RuntimeError of the allocator on a CPU
-        if type(error).__name__ not in ("MemoryError", "OutOfMemoryError") and "can't allocate memory" not in str(
-            error
-        ):
+        # NumPy's MemoryError has a class of its own; torch.OutOfMemoryError on CUDA, a plain RuntimeError on a CPU
+        out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        if not out_of_memory and "can't allocate memory" not in str(error):
             raise
         print("train.py: out of memory: use a smaller --batch-size with more --accumulation", file=sys.stderr)
     return 1

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from amp import policy
@@ -46,10 +48,46 @@ class _Round(torch.autograd.Function):
         return rounded(grad, ctx.dtype), None
 
 
+class _Linear(torch.autograd.Function):
+    """The table's row "linear" as it stands: y = x Wᵀ + b, dx = dy W, dW = dyᵀ x, db = Σ dy, each rounded once.
+
+    The same as _Round around each operand and the result, but what is new is rounded where it lies.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, dtype):
+        ctx.dtype, ctx.has_bias = dtype, bias is not None
+        x, weight = rounded(x.float(), dtype), rounded(weight.float(), dtype)
+        bias = rounded(bias.float(), dtype) if ctx.has_bias else None
+        ctx.save_for_backward(x, weight)
+        return round_(F.linear(x, weight, bias), dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x, weight), dtype = ctx.saved_tensors, ctx.dtype
+        dx = dw = db = None
+        dy = rounded(dy, dtype)
+        rows = dy.reshape(-1, dy.shape[-1])  # (N, out)
+        if ctx.needs_input_grad[0]:
+            dx = round_(dy @ weight, dtype)
+        if ctx.needs_input_grad[1]:
+            dw = round_(rows.T @ x.reshape(-1, x.shape[-1]), dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            db = round_(rows.sum(0), dtype)
+        return dx, dw, db, None
+
+
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp32 tensor -> the nearest values of the low dtype, in fp32 storage; one pass where csrc/ is built."""
     kernels = _kernels() if x.device.type == "cpu" else None
     return kernels.rounded(x, dtype == torch.float16) if kernels else x.to(dtype).float()
+
+
+def round_(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same in the memory of x, which must be new: seen by nobody else."""
+    kernels = _kernels() if x.device.type == "cpu" else None
+    return kernels.round_(x, dtype == torch.float16) if kernels else x.copy_(x.to(dtype))
 
 
 @cache
@@ -65,6 +103,14 @@ def _operand(value, dtype: torch.dtype):
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64:
         return _Round.apply(value.float(), dtype)
     return value
+
+
+def _fp32_operands(input, weight, bias=None):
+    """Those of F.linear, where none is fp64 (which passes unrounded, as under torch.autocast)."""
+    operands = (input, weight, bias)
+    return (
+        operands if all(x is None or (x.is_floating_point() and x.dtype != torch.float64) for x in operands) else None
+    )
 
 
 class _Emulation(TorchFunctionMode):
@@ -83,6 +129,8 @@ class _Emulation(TorchFunctionMode):
                 "use linear, matmul or scaled_dot_product_attention"
             )
         rule = policy.TABLE[PRODUCTS[name]]
+        if name == "linear" and rule == policy.PRODUCT and (operands := _fp32_operands(*args, **kwargs)):
+            return _Linear.apply(*operands, dtype)
         if rule.operands == policy.LOW:  # _Round also rounds the gradients on their way back
             args = [_operand(arg, dtype) for arg in args]
             kwargs = {key: _operand(value, dtype) for key, value in kwargs.items()}

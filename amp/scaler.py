@@ -260,8 +260,9 @@ def _divide_and_check(grads: list, inverse: float) -> bool:
     overflow = False
     for array in (grad for grad in grads if not _is_torch(grad)):
         overflow |= not _all_finite(array)
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(array, array.dtype.type(inverse), out=array)
+        if inverse != 1.0:  # of a scale held at 1 only the check is left
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.multiply(array, array.dtype.type(inverse), out=array)
     tensors = [grad for grad in grads if _is_torch(grad)]
     if not tensors:
         return overflow

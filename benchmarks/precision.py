@@ -160,7 +160,7 @@ def table(m: dict, chosen: str) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     what = f"Preset `{m['preset']}`, {m['steps']} steps, {m['seeds']} seeds, of which fp32's loss spreads by "
     what += f"{m['noise']:.4f} (standard deviation). Adopted: **{chosen}**, the fastest whose gap is at most that."
-    note = f" {m['note'][0].upper() + m['note'][1:]}." if m["note"] else ""
+    note = f" Note: {m['note']}." if m["note"] else ""
     return "\n".join(lines) + f"\n\n{what}{note}"
 
 

@@ -16,7 +16,7 @@
 #include <cstring>
 #include <memory>
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -48,6 +48,11 @@ inline words to_bf16(words u) {
 }
 
 inline words to_fp16(words u) {
+#if defined(__AVX512F__)
+    return (words)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)u, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    return (words)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)u, _MM_FROUND_TO_NEAREST_INT));
+#else
     const words sign = u & 0x80000000u, magnitude = u & 0x7fffffffu;
     words nearest = (magnitude + 0xfffu + ((magnitude >> 13) & 1u)) & ~0x1fffu;
     nearest = nearest >= 0x47800000u ? words{} + 0x7f800000u : nearest;  // 65536 and above
@@ -56,6 +61,7 @@ inline words to_fp16(words u) {
     nearest = magnitude < 0x38800000u ? small : nearest;
     nearest = magnitude > 0x7f800000u ? (magnitude | 0x00400000u) & ~0x1fffu : nearest;
     return sign | nearest;
+#endif
 }
 
 // ---- loading, as fp32: weights rounded to bf16, x as it is

@@ -93,13 +93,25 @@ int64_t choice(int64_t n, int64_t m, int64_t k, bool x_bf16, bool weight_bf16) {
 #endif
 }
 
-// fp32 tensor on the CPU -> a new one with the values that fp16, or else bf16, can represent.
+void check_rounding(const at::Tensor& x) {
+    TORCH_CHECK(x.is_cpu() && x.scalar_type() == at::kFloat, "rounding takes fp32 tensors on the CPU");
+}
+
+// In the memory of x: to the values that fp16, or else bf16, can represent.
+at::Tensor round_(at::Tensor x, bool fp16) {
+    check_rounding(x);
+    TORCH_CHECK(x.is_non_overlapping_and_dense(), "round_: x has holes or overlaps");  // memory order does not matter
+    float* const numbers = x.mutable_data_ptr<float>();
+    round_cpu(numbers, numbers, x.numel(), fp16);
+    return x;
+}
+
+// The same in a new tensor.
 at::Tensor rounded(const at::Tensor& x, bool fp16) {
-    TORCH_CHECK(x.is_cpu() && x.scalar_type() == at::kFloat, "rounded: takes fp32 tensors on the CPU");
-    const at::Tensor dense =
-        x.is_non_overlapping_and_dense() ? x : x.contiguous();  // then memory order does not matter
-    at::Tensor y = at::empty_like(dense);
-    round_cpu(dense.const_data_ptr<float>(), y.mutable_data_ptr<float>(), dense.numel(), fp16);
+    check_rounding(x);
+    if (!x.is_non_overlapping_and_dense()) return round_(x.contiguous(), fp16);
+    at::Tensor y = at::empty_like(x);
+    round_cpu(x.const_data_ptr<float>(), y.mutable_data_ptr<float>(), x.numel(), fp16);
     return y;
 }
 
@@ -129,6 +141,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         "weight (M, K) times x (K) -> (M)", py::arg("weight"), py::arg("x"), py::arg("version") = AUTO, released);
     module.def("choice", choice);
     module.def("rounded", rounded, py::arg("x"), py::arg("fp16"), released);
+    module.def("round_", round_, py::arg("x"), py::arg("fp16"), released);
     module.def("instruction_set", instruction_set_cpu);
 #ifdef WITH_CUDA
     module.attr("with_cuda") = true;

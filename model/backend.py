@@ -1,5 +1,7 @@
 """What train.py, sample.py and the benchmarks need from a backend, and which module provides it by which name."""
 
+import os
+import platform
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,9 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MODULES = {
-    "torch": "model.minigpt"
-}  # each has hardware(device, dtype, emulation) and build(settings, hardware, config)
+from run.errors import BadInput
+from run.flags import name_of
+
+# Each has hardware(device, dtype, emulation) and build(settings, hardware, config), and may have REFUSED, which names
+# the flags that it cannot honour.
+MODULES = {"torch": "model.minigpt", "numpy": "model.numpy_gpt"}
 
 
 class Hardware(NamedTuple):
@@ -47,10 +52,28 @@ class Backend(NamedTuple):
 
 
 def module(name: str):
-    """The module of a backend; ImportError where its library is missing."""
-    return import_module(MODULES[name])
+    """The module of a backend. BadInput where its library is missing."""
+    try:
+        return import_module(MODULES[name])
+    except ImportError as error:
+        raise BadInput(f"--backend {name}: {error.name} is not installed: pip install -r requirements.txt") from None
+
+
+def refused(name: str, flags: dict) -> dict[str, str]:
+    """Of the flags given, those that the backend cannot honour: flag -> what to tell."""
+    reasons = getattr(module(name), "REFUSED", {})
+    asked = [flag for flag, value in flags.items() if flag in reasons and value != "auto"]
+    return {flag: f"{name_of(flag)}: --backend {name} {reasons[flag]}" for flag in asked}
+
+
+def cpu_name() -> str:
+    name = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
+    return name
 
 
 def versions() -> dict[str, str]:
     """Versions of the array libraries that this process has loaded."""
-    return {name: sys.modules[name].__version__ for name in ("numpy", "torch") if name in sys.modules}
+    return {name: sys.modules[name].__version__ for name in ("numpy", "torch") if sys.modules.get(name)}

@@ -5,7 +5,6 @@ B batch · T time · C channels · V vocabulary · L layers · NH heads · HS he
 
 import math
 import os
-import platform
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from amp import policy
 from amp.autocast import autocast, native_units
 from csrc.build import Unavailable
-from model.backend import Backend, Hardware
+from model.backend import Backend, Hardware, cpu_name
 from model.bf16_linear import BF16Linear, choose
 from model.config import GPTConfig, initial_weights, parameters
 from model.decode import decoder
@@ -146,11 +145,7 @@ def hardware(device: str, dtype: str, emulation: str) -> Hardware:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:

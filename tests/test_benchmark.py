@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import benchmark
-from benchmarks import decode, gemv, report
+from benchmarks import decode, gemv, profile, report, step, time_to_loss
 from csrc import build
 from model.config import PRESETS
 
@@ -76,6 +76,53 @@ def test_traffic_is_counted_from_the_command_line(monkeypatch, capsys):
     monkeypatch.setattr(traffic, "measured", lambda: [])
     assert benchmark.main(["traffic"]) == 0
     assert last_line(capsys) == {"benchmark": "traffic", "rows": []}
+
+
+def test_step_compares_processes(results, monkeypatch, capsys):
+    monkeypatch.setattr(step, "WARM_UP", 3)
+    flags = ["--dtype", "fp32", "--batch-size", "2", "--blocks", "2", "--seconds", "0.001"]
+    assert benchmark.main(["step", *flags]) == 0
+    rows = {(row["case"], row["against"]): row for row in last_line(capsys)["rows"]}
+    assert {("step/torch/fp32", "eager"), ("memory/torch/fp32", "eager"), ("scaler/cost", "step")} <= rows.keys()
+    assert rows["step/torch/fp32", "eager"]["ours"] > 0
+    assert rows["scaler/cost", "step"]["ratio"] > 1
+
+
+def test_sides_whose_losses_differ_are_not_timed():
+    dtypes = {"ours/fp32": "fp32", "eager/fp32": "fp32", "ours/bf16": "bf16"}
+    right = {"ours/fp32": [4.0, 3.9], "eager/fp32": [4.00001, 3.88], "ours/bf16": [4.002, 3.9]}
+    step.check(right, dtypes)
+    for name, losses in (("eager/fp32", [4.001, 3.9]), ("eager/fp32", [4.0, 3.0]), ("ours/bf16", [float("nan"), 3.9])):
+        with pytest.raises(RuntimeError, match=f"{name}: loss"):
+            step.check(right | {name: losses}, dtypes)
+
+
+def test_a_side_that_dies_is_named(monkeypatch):
+    spec = dict(side="nobody", backend="torch", dtype="fp32", emulation="auto", preset="cpu", batch_size=1)
+    worker = step.start(spec | dict(device="cpu", compiled=False))
+    with pytest.raises(RuntimeError, match="nobody ended with status 1"):
+        step.ask("nobody", worker, 1)
+
+
+def test_every_part_of_a_step_has_a_kind():
+    names = {
+        "aten::mm": "matrix products",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention",
+        "aten::gelu_backward": "GELU",
+        "aten::_fused_adamw_": "optimizer",
+        "aten::_amp_foreach_non_finite_check_and_unscale_": "scaler",
+        "aten::native_layer_norm_backward": "normalisation",
+        "minigpt::bf16_linear": "matrix products",
+        "aten::add_": "the rest",
+    }
+    assert {name: profile.kind_of(name) for name in names} == names
+
+
+def test_the_time_to_a_loss_is_read_between_validations():
+    curve = [(100, 10.0, 2.4), (200, 20.0, 2.0), (300, 30.0, 1.8)]
+    assert time_to_loss.reaches(curve, 1.9) == pytest.approx(25.0)
+    assert time_to_loss.reaches(curve, 2.5) == 10.0
+    assert time_to_loss.reaches(curve, 1.7) is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amp import formats
-from amp.formats import FORMATS, bits, from_bf16_bits, round_to, to_bf16_bits, to_fp16
+from amp.formats import FORMATS, bits, from_bf16_bits, from_fp16, narrow, round_to, to_bf16_bits, to_fp16, widen
 
 pytestmark = pytest.mark.filterwarnings("error")  # NumPy tells overflow and invalid values by warnings
 
@@ -169,6 +169,36 @@ def test_bits_have_the_shape_of_their_numbers(shape):
         assert np.shape(bits) == shape
         assert bits.dtype == np.uint16
         assert np.shape(from_bf16_bits(bits)) == shape
+
+
+def test_fp16_arrays_are_those_of_torch():
+    x = around_every_fp16_value()
+    x = x[~np.isnan(x)]
+    expected = torch.from_numpy(x).half().numpy()
+    np.testing.assert_array_equal(to_fp16(x).view(np.uint16), expected.view(np.uint16))
+
+
+def test_every_fp16_pattern_becomes_its_value():
+    half = EVERY_PATTERN.view(np.float16)
+    finite = np.isfinite(half)
+    for some in (half, half[finite]):  # with inf and NaN, and by arithmetic alone
+        expected = torch.from_numpy(some.copy()).float().numpy()
+        assert_same_bits(from_fp16(some), expected, expected)
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("fp32", np.float32), ("bf16", np.uint16), ("fp16", np.float16)])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_narrow_keeps_what_round_to_gives(dtype, kept, shape):
+    x = np.full(shape, 1.0000001, np.float32)
+    narrowed = narrow(x, dtype)
+    assert narrowed.dtype == kept
+    assert narrowed.shape == widen(narrowed).shape == shape
+    np.testing.assert_array_equal(widen(narrowed), round_to(x, dtype))
+
+
+def test_fp64_passes_narrow_and_widen():
+    x = np.array([1 / 3])
+    assert widen(narrow(x, "fp32")) is x
 
 
 def test_fp16_results_are_fp16():

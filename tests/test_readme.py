@@ -6,13 +6,15 @@ from pathlib import Path
 from amp.policy import TABLE
 from benchmarks.decode import DecodeSettings
 from benchmarks.gemv import GemvSettings
+from benchmarks.precision import PrecisionSettings
+from benchmarks.step import StepSettings
 from benchmarks.traffic import TrafficSettings
 from sample import SampleSettings
 from settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SUFFIXES = (".py", ".cu", ".cpp", ".h")
+SUFFIXES = (".py", ".cu", ".cpp", ".h", ".ipynb")
 
 
 def mapped_files() -> set[str]:
@@ -21,14 +23,14 @@ def mapped_files() -> set[str]:
     for line in section.strip().splitlines():
         name = line.split()[0]
         if name.endswith("/"):
-            folder = name
+            folder = folder if line.startswith(" ") else name  # of a folder within, the line stands for all its files
         else:
             files.add(folder + name if line.startswith(" ") else name)
     return files
 
 
 def test_the_map_lists_every_source_file_and_no_other():
-    folders = ("", "data/", "amp/", "model/", "csrc/", "optim/", "run/", "benchmarks/")
+    folders = ("", "data/", "amp/", "model/", "csrc/", "optim/", "run/", "benchmarks/", "lessons/")
     files = [(folder, path) for folder in folders for path in (ROOT / folder).glob("*.*")]
     there = {f"{folder}{path.name}" for folder, path in files if path.suffix in SUFFIXES}
     assert mapped_files() == {path for path in there if not path.endswith("__init__.py")}
@@ -48,14 +50,18 @@ def test_every_source_file_has_a_test_file():
         "benchmarks/decode.py",
         "benchmarks/gemv.py",
         "benchmarks/traffic.py",
+        "benchmarks/profile.py",
+        "benchmarks/step.py",
+        "benchmarks/time_to_loss.py",
+        "benchmarks/worker.py",
         "benchmarks/gpu_check.py",
     }  # tested through what uses them
     for path in mapped_files() - without:
-        assert (ROOT / "tests" / f"test_{Path(path).name}").is_file(), path
+        assert (ROOT / "tests" / f"test_{Path(path).stem}.py").is_file(), path
 
 
 def test_every_flag_that_is_shown_exists():
-    every = (Settings, SampleSettings, GemvSettings, DecodeSettings, TrafficSettings)
+    every = (Settings, SampleSettings, GemvSettings, DecodeSettings, StepSettings, PrecisionSettings, TrafficSettings)
     fields = {name for settings in every for name in settings.__dataclass_fields__}
     ours = {f"--{name.replace('_', '-')}" for name in fields} | {"--help"}
     kin = {"--initial-loss-scale", "--hysteresis"}  # Megatron-LM's

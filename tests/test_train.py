@@ -168,6 +168,12 @@ def test_a_diverged_model_does_not_push_out_the_last_good_one(run, capsys):
     assert not list(out.glob("step-[2-8]"))
 
 
+def test_numpy_out_of_memory_is_one_line(run, monkeypatch, capsys):
+    monkeypatch.setattr("data.batches.Batches.get", lambda *_: np.empty(2**60, np.uint8))
+    run("run", "--steps 1", status=1)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("train.py: out of memory: ")
+
+
 def test_a_picture_that_cannot_be_drawn_costs_a_note(run, monkeypatch, capsys):
     def full_disk(*arguments):
         raise OSError("no space")
