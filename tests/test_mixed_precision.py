@@ -1,12 +1,11 @@
 """lessons/mixed_precision.ipynb: runs from scratch, computes what is committed, and shows what it promises."""
 
 import re
-import resource
 from pathlib import Path
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat")
+nbformat, resource = pytest.importorskip("nbformat"), pytest.importorskip("resource")
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSON = ROOT / "lessons" / "mixed_precision.ipynb"
