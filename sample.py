@@ -37,9 +37,9 @@ class SampleSettings:
     backend: str = flag("torch", "what computes the logits", tuple(backends.MODULES))
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     dtype: str = flag("auto", "compute precision", ("auto", "fp32", "bf16", "fp16"))
-    weights: str = flag(
-        "bf16",
-        "how our bf16 kernel holds the weights: rounded once, or fp32, rounded as they are read",
+    weights: str | None = flag(
+        None,
+        "how our bf16 kernel holds weights: bf16, rounded once, or fp32, rounded as they are read; default: bf16",
         ("bf16", "fp32"),
     )
 
@@ -148,7 +148,10 @@ def load(s: SampleSettings) -> tuple[backends.Backend, object, GPTConfig]:
         )
     hardware = backends.module(s.backend).hardware(s.device, s.dtype, "auto")
     backend = backends.module(s.backend).build(Settings(), hardware, config)
-    backend.load_state({"model": weights})
+    try:
+        backend.load_state({"model": weights})
+    except ValueError as error:
+        raise BadInput(f"{folder}: {error}") from None
     return backend, tokenizer, config
 
 
@@ -156,7 +159,9 @@ def sample(s: SampleSettings) -> None:
     """Prints the prompt and what the model makes of it, token by token; a terminal is asked for prompts."""
     backend, tokenizer, config = load(s)
     prompt = read_text(Path(s.prompt_file)) if s.prompt_file is not None else s.prompt
-    logits = backend.decoder(s.weights)
+    if s.weights and backend.kernel.code.startswith("library"):
+        raise BadInput(f"--weights {s.weights}: for our bf16 kernel, which is not in use: {backend.kernel.how}")
+    logits = backend.decoder(s.weights or "bf16")
     ask = prompt is None and sys.stdin.isatty()
     while True:
         try:

@@ -98,6 +98,11 @@ def _kernels():
         return None
 
 
+def who_rounds(device: torch.device) -> str:
+    """For the header, and before the first step: loads the loops that round on a CPU, which may build them."""
+    return "csrc/bf16_gemv_cpu.cpp" if device.type == "cpu" and _kernels() else "PyTorch's casts"
+
+
 def _operand(value, dtype: torch.dtype):
     """Rounds a floating-point tensor. fp64 and what is no such tensor pass, as under torch.autocast."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64:
@@ -105,7 +110,7 @@ def _operand(value, dtype: torch.dtype):
     return value
 
 
-def _fp32_operands(input, weight, bias=None):
+def _operands_below_fp64(input, weight, bias=None):
     """Those of F.linear, where none is fp64 (which passes unrounded, as under torch.autocast)."""
     operands = (input, weight, bias)
     return (
@@ -129,7 +134,7 @@ class _Emulation(TorchFunctionMode):
                 "use linear, matmul or scaled_dot_product_attention"
             )
         rule = policy.TABLE[PRODUCTS[name]]
-        if name == "linear" and rule == policy.PRODUCT and (operands := _fp32_operands(*args, **kwargs)):
+        if name == "linear" and rule == policy.PRODUCT and (operands := _operands_below_fp64(*args, **kwargs)):
             return _Linear.apply(*operands, dtype)
         if rule.operands == policy.LOW:  # _Round also rounds the gradients on their way back
             args = [_operand(arg, dtype) for arg in args]

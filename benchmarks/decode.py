@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.gemv import read_bandwidth
-from benchmarks.report import finish, seconds, share, speeds
+from benchmarks.report import around, finish, seconds, share, speeds
 from csrc import build
 from model import backend as backends
 from model.bf16_linear import bf16_linear
@@ -49,6 +49,8 @@ def main(argv: list[str]) -> None:
     config = GPTConfig(vocab_size=VOCABULARY, **sizes)
     if s.tokens >= config.block_size:
         raise BadInput(f"--tokens {s.tokens}: must be below the context of {config.block_size}")
+    if s.readme:
+        around("decode")
     gpt = model_of(config, device)
     try:
         build.load()
@@ -65,7 +67,8 @@ def main(argv: list[str]) -> None:
         print("note    transformers is not installed: left out")
     else:
         functions["transformers"] = peer
-    check(functions["ours-bf16"](), functions["fp32"](), plain)
+    for name in ours:
+        check(functions[name](), functions["fp32"](), plain)
     if peer is not None and functions["transformers"]() != functions["fp32"]():
         raise RuntimeError("transformers and our fp32 decoder draw different texts from the same weights")
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from benchmarks.report import RESULTS, Row, finish, seconds, share, speeds
+from benchmarks.report import RESULTS, Row, Times, around, finish, seconds, share, speeds
 from csrc import build
 from model import backend as backends
 from run.errors import BadInput
@@ -22,7 +22,7 @@ from run.flags import flag, read_flags
 SHAPES = ((128, 512), (384, 1536), (768, 3072), (3072, 768), (50257, 768), (4096, 4096))  # (M, K)
 TRAINING = (8192, 384, 1536)  # (N, M, K): mlp.c_proj of the preset gpu
 PAST_CACHES = 256 * 2**20  # bytes of copies
-IN_A_GRAPH = 20  # calls
+IN_A_GRAPH = 20  # calls at least
 NAMES = {"fp32": "PyTorch fp32", "bf16": "PyTorch bf16", "numpy": "NumPy fp32"}
 
 
@@ -51,6 +51,8 @@ def main(argv: list[str]) -> None:
         raise BadInput(f"the kernels cannot be built here: {error}") from None
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not kernels.with_cuda):
         raise BadInput(f"--device {s.device}: csrc/ has no code for it here; python -m csrc.build says why")
+    if s.readme:
+        around("gemv")
     print(f"device  {device}: {hardware.device_name}")
     bandwidth = read_bandwidth(device, s.blocks)
     print(f"reads   {bandwidth:.1f} GB/s, the fastest reduction over {PAST_CACHES >> 20} MB of fp32")
@@ -68,21 +70,18 @@ def main(argv: list[str]) -> None:
 def read_bandwidth(device: torch.device, blocks: int) -> float:
     """GB/s of the fastest of a few reductions over an array that no cache holds."""
     big = torch.ones(PAST_CACHES // 4, device=device)
-    functions = {"sum": lambda: big.sum(), "max": lambda: big.max()}
+    functions = {"sum": (torch.sum, [big]), "max": (torch.max, [big])}
     if device.type == "cpu":
-        array = big.numpy()
-        functions["dot"] = lambda: array @ array  # one array, read once: both operands come from the same cache line
-    times = seconds({name: _waiting(function, device) for name, function in functions.items()}, blocks)
+        functions["dot"] = (lambda array: array @ array, [big.numpy()])  # both operands come from the same cache lines
+    times = timed(functions, device, blocks)
     return PAST_CACHES / min(min(block) for block in times.values()) / 1e9
 
 
 def matrix_vector(kernels, device, m: int, k: int, blocks: int, bandwidth: float) -> list[Row]:
     """Checks every function against fp64, then times them: rows in GB/s of weights that were read."""
     generator = torch.Generator().manual_seed(m + k)
-    copies = max(1, PAST_CACHES // (m * k * 4))
-    fp32 = [torch.randn(m, k, generator=generator).to(device) for _ in range(min(copies, 4))]
-    fp32 += [fp32[i % len(fp32)].clone() for i in range(len(fp32), copies)]
-    bf16 = [weight.bfloat16() for weight in fp32]
+    weight = torch.randn(m, k, generator=generator).to(device)
+    fp32, bf16 = (_copies(weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16))
     x = torch.randn(k, generator=generator).to(device)
     x_low = x.bfloat16()
     versions = range(5) if device.type == "cuda" else (-1,)
@@ -97,14 +96,14 @@ def matrix_vector(kernels, device, m: int, k: int, blocks: int, bandwidth: float
         numbers = x.numpy()
         functions["numpy"] = (lambda w: w @ numbers, [weight.numpy() for weight in fp32])
     for name, (function, matrices) in functions.items():
-        check(name, torch.as_tensor(function(matrices[0])), fp32[0], x_low if name == "bf16" else x, name != "numpy")
-    times = seconds({name: _rotating(*each, device) for name, each in functions.items()}, blocks)
-    repeat = IN_A_GRAPH if device.type == "cuda" else 1
+        low = "/" in name or name == "bf16"
+        check(name, torch.as_tensor(function(matrices[0])), weight, x_low if name == "bf16" else x, low)
+    times = timed(functions, device, blocks)
     rows, baselines = [], [name for name in functions if "/" not in name]
     for name in functions:
         if "/" in name:
             version, weights = name.split("/")
-            work = m * k * (4 if weights == "fp32" else 2) * repeat / 1e9
+            work = m * k * (4 if weights == "fp32" else 2) / 1e9
             case, against = f"gemv/{version}/{weights}/{m}x{k}", {n: times[n] for n in (name, *baselines)}
             for row in speeds(case, against, name, work, "GB/s"):
                 theirs = 2 if row.against == "bf16" else 4  # bytes of a weight on their side
@@ -120,46 +119,61 @@ def training(kernels, device, blocks: int) -> list[Row]:
     weight = torch.randn(m, k, device=device)
     low = weight.bfloat16()
     functions = {
-        "ours": _rotating(lambda w: kernels.bf16_linear(x, w), [weight], device),
-        "cublas": _rotating(lambda w: F.linear(x, w), [low], device),
+        "ours": (lambda w: kernels.bf16_linear(x, w), [weight]),
+        "cublas": (lambda w: F.linear(x, w), [low]),
     }
     check("v5", kernels.bf16_linear(x, weight), weight, x, True)
-    work = 2 * n * m * k * IN_A_GRAPH / 1e12
-    return speeds(f"linear/v5/fp32/{n}x{m}x{k}", seconds(functions, blocks), "ours", work, "TFLOP/s")
+    times = timed(functions, device, blocks)
+    return speeds(f"linear/v5/fp32/{n}x{m}x{k}", times, "ours", 2 * n * m * k / 1e12, "TFLOP/s")
 
 
 def check(name: str, y, weight, x, low_weights: bool) -> None:
     """Nothing is timed that is wrong: within 1e-5 of the sum of |w x|, plus one rounding where y is bf16."""
-    exact = (weight.bfloat16() if low_weights and name != "fp32" else weight).double()
+    exact = (weight.bfloat16() if low_weights else weight).double()
     product, bound = x.double() @ exact.T, x.double().abs() @ exact.abs().T
     allowed = bound * 1e-5 + (product.abs() * 2**-8 if y.dtype == torch.bfloat16 else 0)
     if not ((y.to(product.device).double() - product).abs() <= allowed).all():
         raise RuntimeError(f"{name} is wrong for {tuple(weight.shape)}: not timed")
 
 
-def _waiting(function, device):
+def _copies(weight: torch.Tensor) -> list[torch.Tensor]:
+    """So many that all of them together are in no cache, when each call takes the next."""
+    return [weight.clone() for _ in range(1 + -(-PAST_CACHES // max(1, weight.nbytes)))]
+
+
+def timed(functions: dict[str, tuple[Callable, list]], device: torch.device, blocks: int) -> Times:
+    """Seconds of a call: {name: (function, its arguments in turn)}. On CUDA a graph of calls is timed, and divided."""
     if device.type != "cuda":
-        return function
+        calls = {name: _in_turn(*each) for name, each in functions.items()}
+        return seconds(calls, blocks)
+    graphs, times = {}, {}
+    for name, (function, arguments) in functions.items():
+        graphs[name] = _graph(function, arguments, device)
+    for name, block in seconds({name: graph for name, (graph, _) in graphs.items()}, blocks).items():
+        times[name] = [each / graphs[name][1] for each in block]
+    return times
 
-    def waits():
-        function()
-        torch.cuda.synchronize(device)
 
-    return waits
+def _in_turn(function: Callable, arguments: list) -> Callable:
+    turn = cycle(arguments)
+    return lambda: function(next(turn))
 
 
-def _rotating(function, matrices: list, device) -> Callable:
-    """A call without arguments that takes the next copy each time; on CUDA a graph of IN_A_GRAPH calls."""
-    copies = cycle(matrices)
-    if device.type != "cuda":
-        return lambda: function(next(copies))
-    function(next(copies))  # what a library sets up at its first call must not be captured
+def _graph(function: Callable, arguments: list, device: torch.device) -> tuple[Callable, int]:
+    """A call that replays a captured graph of calls and waits for it, and how many calls that is."""
+    call, count = _in_turn(function, arguments), max(IN_A_GRAPH, len(arguments))
+    call()  # what a library sets up at its first call must not be captured
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(IN_A_GRAPH):
-            function(next(copies))
-    return _waiting(graph.replay, device)
+        for _ in range(count):
+            call()
+
+    def replay():
+        graph.replay()
+        torch.cuda.synchronize(device)
+
+    return replay, count
 
 
 def picture(rows: list[Row], bandwidth: float, device_name: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from amp.formats import FORMATS
-from benchmarks.report import RESULTS, ROOT, Row, finish, keep
+from benchmarks.report import RESULTS, ROOT, Row, around, finish, keep
 from benchmarks.worker import peak_mb
 from model.config import PRESETS
 from run import log
@@ -68,6 +68,8 @@ def main(argv: list[str]) -> None:
         faults.append(f"--seeds {s.seeds}: must be at least 2, or there is no noise to compare with")
     if faults:
         raise BadInput("\n".join(faults))
+    if s.readme:
+        around("precision")
     flags = ["--preset", s.preset, "--steps", str(s.steps), "--eval-every", "0"]
     where = ["--device", s.device, "--corpus", s.corpus]
     requests = {dtype: read([*flags, *where, "--dtype", dtype]) for dtype in ("fp32", *low)}  # bad input is told now
@@ -132,7 +134,7 @@ def report(s: PrecisionSettings, runs: Runs, requests: dict[str, Request]) -> No
     keep("metrics.json", {"m6_precision": metrics})
     keep("config.json", {"precision": chosen, "measured_on": device})
     more = {"m6_precision": metrics, "adopted": chosen}
-    finish("precision", rows, device, s.readme, more, shown=table(metrics, chosen))
+    finish("precision", rows, device, s.readme, more, text=table(metrics, chosen))
 
 
 def adopt(speed: dict[str, float], gap: dict[str, float], noise: float) -> str:

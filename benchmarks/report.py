@@ -85,28 +85,26 @@ def _digits(value: float) -> str:
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
-def finish(
-    name: str, rows: list[Row], device_name: str, readme: bool, more: dict | None = None, shown: str | None = None
-) -> None:
+def finish(name: str, rows: list, device_name: str, readme: bool, more: dict | None = None, text: str = "") -> None:
     """Prints the table, keeps the result in benchmarks/results/, writes the README if asked; last is the JSON line.
 
-    shown: what people see in place of the table of rows.
+    rows: Row, or with a table of their own in `text` any dicts.
     """
-    shown = shown or table(rows)
+    text = text or table(rows)
     result = {
         "benchmark": name,
         "machine": {"device": device_name, "system": platform.platform()},
         "versions": {"python": platform.python_version()} | backends.versions(),
-        "rows": [row._asdict() for row in rows],
+        "rows": [row._asdict() if isinstance(row, Row) else row for row in rows],
     } | (more or {})
-    print(shown)
+    print(text)
     try:
         RESULTS.mkdir(parents=True, exist_ok=True)
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         print(f"note    {RESULTS / name}.json could not be written ({error.strerror})")
     if readme:
-        write_readme(name, f"{device_name}, PyTorch {backends.versions().get('torch', 'not used')}:\n\n{shown}")
+        write_readme(name, f"{device_name}, PyTorch {backends.versions().get('torch', 'not used')}:\n\n{text}")
     print(json.dumps(result))
 
 
@@ -122,11 +120,19 @@ def keep(name: str, values: dict) -> None:
     path.write_text(json.dumps(kept | values, indent=2) + "\n", encoding="utf-8")
 
 
-def write_readme(name: str, text: str, path: Path = ROOT / "README.md") -> None:
-    """Replaces what stands between <!-- name --> and <!-- /name -->. BadInput where the markers are missing."""
+def around(name: str, path: Path = ROOT / "README.md") -> tuple[str, str]:
+    """What stands before and after the place of a table, markers included. BadInput where they are missing.
+
+    A benchmark asks before it measures, or minutes of work could find no place.
+    """
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     readme = path.read_text(encoding="utf-8")
     if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
         raise BadInput(f"--readme: {path.name} has no {begin} … {end} to write between")
-    before, after = readme.split(begin)[0], readme.split(end)[1]
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+    return readme.split(begin)[0] + begin, end + readme.split(end)[1]
+
+
+def write_readme(name: str, text: str, path: Path = ROOT / "README.md") -> None:
+    """Replaces what stands between <!-- name --> and <!-- /name -->."""
+    before, after = around(name, path)
+    path.write_text(f"{before}\n{text}\n{after}", encoding="utf-8")

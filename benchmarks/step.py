@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from benchmarks import profile, time_to_loss
-from benchmarks.report import ROOT, Row, finish, speeds
+from benchmarks.report import ROOT, Row, around, finish, speeds
 from benchmarks.worker import config_of
 from model import backend as backends
 from model.config import PRESETS, flops_per_token, peak_flops
@@ -54,6 +54,8 @@ def main(argv: list[str]) -> None:
         faults.append("--profile: cannot be combined with --time-to-loss")
     if faults:
         raise BadInput("\n".join(faults))
+    if s.readme and not s.profile:
+        around("time-to-loss" if s.time_to_loss else f"step-{s.backend}")
     if s.time_to_loss:
         time_to_loss.main(s)
     elif s.profile:
@@ -74,7 +76,7 @@ def compare(s: StepSettings) -> None:
         check(losses, {name: spec["dtype"] for name, spec in sides.items()})
         steps = {}
         for name, worker in workers.items():
-            warm = statistics.median(ask(name, worker, WARM_UP if losses else 1)["seconds"][-3:])
+            warm = statistics.median(ask(name, worker, WARM_UP)["seconds"][-3:])
             steps[name] = max(1, round(s.seconds / warm))
         times = {name: [] for name in workers}
         answers = {}
@@ -83,32 +85,37 @@ def compare(s: StepSettings) -> None:
                 answers[name] = ask(name, workers[name], steps[name])
                 times[name].append(statistics.median(answers[name]["seconds"]))
                 print(f"block {block + 1}/{s.blocks}  {name}: {times[name][-1] * 1e3:.1f} ms", file=sys.stderr)
+        low = next(name for name in ("ours/fp16", "ours/bf16", "ours/fp32") if name in workers)
+        scaler = [seconds * 1e3 for seconds in ask(low, workers[low], steps[low], scaler=True)["scaler_seconds"]]
     finally:
         for worker in workers.values():
             worker.kill()
-    done = {name: CHECKED + WARM_UP + s.blocks * n for name, n in steps.items()}
-    rows = rows_of(s, sides, times, answers, done)
+    rows = rows_of(s, sides, times, answers, scaler)
     finish(f"step-{s.backend}", rows, hardware.device_name, s.readme)
 
 
 def sides_of(s: StepSettings, device: str) -> dict[str, dict]:
     """What is compared, by name; "ours" first."""
     module, wanted = backends.module(s.backend), DTYPES if s.dtype == "all" else (s.dtype,)
-    common = dict(backend=s.backend, preset=s.preset, device=device, emulation="auto", compiled=False)
-    common["batch_size"] = s.batch_size or PRESETS[s.preset].get("batch_size", 12)
+    common = dict(backend=s.backend, preset=s.preset, device=device, emulation="auto", kernel="auto", compiled=False)
+    common["batch_size"] = s.batch_size or PRESETS[s.preset]["batch_size"]
     sides = {}
     for dtype in dict.fromkeys(("fp32", *wanted)):  # fp32 is what the low ones are compared with
         sides[f"ours/{dtype}"] = common | dict(side="ours", dtype=dtype)
         native = not module.hardware(device, dtype, "auto").emulated
         if s.backend == "torch" and dtype == "bf16" and native and device == "cpu":  # what most laptops would do
             sides["ours/bf16-emulated"] = common | dict(side="ours", dtype=dtype, emulation="on")
+        if s.backend == "torch" and dtype == "bf16":  # what our op costs or gains
+            sides["without-op/bf16"] = common | dict(side="ours", dtype=dtype, kernel="off")
     for dtype in wanted if s.backend == "torch" else ("fp32",):
         sides[f"eager/{dtype}"] = common | dict(side="eager", dtype=dtype)
     if "fp32" in wanted and find_spec("transformers"):
         sides["transformers/fp32"] = common | dict(side="transformers_gpt2", dtype="fp32")
     if s.compile:
-        for name in [name for name in sides if "emulated" not in name and not name.startswith("transformers")]:
-            sides[f"{name}-compiled"] = sides[name] | dict(compiled=True)
+        for name, spec in list(sides.items()):
+            emulated = spec["side"] == "ours" and module.hardware(device, spec["dtype"], spec["emulation"]).emulated
+            if not emulated and spec["side"] != "transformers_gpt2":
+                sides[f"{name}-compiled"] = spec | dict(compiled=True)
     return sides
 
 
@@ -117,9 +124,9 @@ def start(spec: dict) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def ask(name: str, worker: subprocess.Popen, steps: int) -> dict:
+def ask(name: str, worker: subprocess.Popen, steps: int, scaler: bool = False) -> dict:
     try:
-        worker.stdin.write(json.dumps({"steps": steps}) + "\n")
+        worker.stdin.write(json.dumps({"steps": steps, "scaler": scaler}) + "\n")
         worker.stdin.flush()
         answer = worker.stdout.readline()
     except BrokenPipeError:
@@ -139,7 +146,7 @@ def check(losses: dict[str, list[float]], dtypes: dict[str, str]) -> None:
                 raise RuntimeError(f"{name}: loss {theirs:.6f} at step {step + 1}, ours in fp32 {ours:.6f}: not timed")
 
 
-def rows_of(s: StepSettings, sides: dict, times: dict, answers: dict, done: dict) -> list[Row]:
+def rows_of(s: StepSettings, sides: dict, times: dict, answers: dict, scaler: list[float]) -> list[Row]:
     spec = sides["ours/fp32"]
     config = config_of(s.preset)
     tokens = spec["batch_size"] * config.block_size
@@ -150,6 +157,8 @@ def rows_of(s: StepSettings, sides: dict, times: dict, answers: dict, done: dict
         label = ours.removeprefix("ours/")
         theirs = [name for name in sides if not name.startswith("ours/") and sides[name]["dtype"] == spec["dtype"]]
         theirs = [name for name in theirs if sides[name]["compiled"] == spec["compiled"]]
+        if spec["emulation"] == "on":
+            theirs.remove("without-op/bf16")  # which is not emulated
         theirs += ["ours/fp32"] if spec["dtype"] != "fp32" else []
         for name in theirs:
             against = "ours-fp32" if name == "ours/fp32" else name.split("/")[0]
@@ -163,10 +172,9 @@ def rows_of(s: StepSettings, sides: dict, times: dict, answers: dict, done: dict
             rows.append(
                 Row(f"mfu/{s.backend}/{label}", "peak", rate, peak / 1e12, "TFLOP/s", rate * 1e12 / peak, (0, 0))
             )
-    low = next((name for name in ("ours/fp16", "ours/bf16") if name in times), "ours/fp32")
-    spent = answers[low]["scaler_seconds"] / done[low] * 1e3  # ms
+    low = next(name for name in ("ours/fp16", "ours/bf16", "ours/fp32") if name in times)
     step = statistics.median(times[low]) * 1e3
-    rows.append(
-        Row("scaler/cost", "step", spent, step, f"ms of {low.split('/')[1]}", step / spent, (step / spent,) * 2)
-    )
+    ratios = [step / ms for ms in scaler]
+    ms, dtype = statistics.median(scaler), low.split("/")[1]
+    rows.append(Row(f"scaler/{dtype}", "step", ms, step, "ms", step / ms, (min(ratios), max(ratios))))
     return rows

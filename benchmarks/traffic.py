@@ -4,18 +4,16 @@ Counted are the 32-byte sectors that each request of a warp touches, as if there
 beyond the bytes it needs is what it asks the caches to save.
 """
 
-import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from amp.formats import to_bf16_bits
-from benchmarks.report import write_readme
+from benchmarks.report import around, finish
 from run.errors import BadInput
 from run.flags import flag, read_flags
-from tests.cuda_on_cpu.emulator import aligned, counters, library, linear
+from tests.cuda_on_cpu.emulator import COMPILER, aligned, counters, library, linear
 
 IDEAS = ["a thread per row", "a warp per row", "16-byte loads", "rows and splits", "8 vectors at once", "tensor cores"]
 VECTORS = [1, 1, 1, 1, 8, 128]  # what each version is for
@@ -74,12 +72,12 @@ class TrafficSettings:
 
 def main(argv: list[str]) -> None:
     values, faults = read_flags(TrafficSettings, argv, "benchmark.py traffic", __doc__)
-    if shutil.which("g++") is None:
-        faults.append("g++ is not on PATH: it compiles the kernels for the CPU")
+    s = TrafficSettings(**values)
+    if COMPILER is None:
+        faults.append("g++ is missing, or this is not Linux: it runs the kernels on the CPU")
     if faults:
         raise BadInput("\n".join(faults))
+    if s.readme:
+        around("traffic")
     rows = measured()
-    print(markdown(rows))
-    if values.get("readme"):
-        write_readme("traffic", markdown(rows))
-    print(json.dumps({"benchmark": "traffic", "rows": rows}))
+    finish("traffic", rows, "counted, on any machine", s.readme, text=markdown(rows))

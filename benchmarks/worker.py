@@ -1,11 +1,12 @@
 """One side of a comparison, in a process of its own: `python -m benchmarks.worker SPEC`, asked through standard input.
 
-A line {"steps": n} is answered by {"seconds": [...], "losses": [...], "peak_mb": ...}. While a side waits it takes no
-core, and thread pools of two libraries never meet. SPEC is JSON: side, backend, dtype, emulation, preset, batch_size,
-device, compiled.
+A line {"steps": n} is answered by {"seconds": [...], "losses": [...], "peak_mb": ...}; with "scaler": true also by
+"scaler_seconds", what the scaler's calls took of each step. While a side waits it takes no core, and thread pools of
+two libraries never meet. SPEC is JSON: side, backend, dtype, emulation, kernel, preset, batch_size, device, compiled.
 """
 
 import importlib
+import itertools
 import json
 import sys
 import time
@@ -29,26 +30,27 @@ def main(spec: dict) -> None:
     answers = sys.stdout
     with redirect_stdout(sys.stderr):  # what libraries print is no answer
         if spec["side"] == "ours":
-            step, costs = ours(spec, config)
+            step, scaler_step = ours(spec, config)
         else:
             peer = importlib.import_module(f"benchmarks.peers.{spec['side']}")
-            step, costs = (
-                peer.build(config, initial_weights(config, 0), *(spec[k] for k in ("dtype", "device", "compiled"))),
-                {},
-            )
+            step = peer.build(config, initial_weights(config, 0), spec["dtype"], spec["device"], spec["compiled"])
         done = 0
         for line in sys.stdin:
-            seconds, losses = [], []
-            for _ in range(json.loads(line)["steps"]):
+            request = json.loads(line)
+            answer = {"seconds": [], "losses": [], "scaler_seconds": []}
+            for _ in range(request["steps"]):
                 x, y = batches[done % BATCHES]
                 started = time.perf_counter()
-                loss = step(x, y)
+                if request["scaler"]:
+                    loss, spent = scaler_step(x, y)
+                    answer["scaler_seconds"].append(spent)
+                else:
+                    loss = step(x, y)
                 synchronize(spec["device"])
-                seconds.append(time.perf_counter() - started)
-                losses.append(float(loss))
+                answer["seconds"].append(time.perf_counter() - started)
+                answer["losses"].append(float(loss))
                 done += 1
-            answer = {"seconds": seconds, "losses": losses, "peak_mb": peak_mb(spec["device"])} | costs
-            print(json.dumps(answer), file=answers, flush=True)
+            print(json.dumps(answer | {"peak_mb": peak_mb(spec["device"])}), file=answers, flush=True)
 
 
 def config_of(preset: str) -> GPTConfig:
@@ -57,38 +59,43 @@ def config_of(preset: str) -> GPTConfig:
 
 
 def ours(spec: dict, config: GPTConfig):
-    """A step of the loop in train.py with one micro-batch, and what the scaler's part of it took in all."""
+    """A step of the loop in train.py with one micro-batch, (x, y) -> loss; and the same with the scaler's seconds."""
     module = backends.module(spec["backend"])
     hardware = module.hardware(spec["device"], spec["dtype"], spec["emulation"])
-    settings = Settings(lr=1e-3, compile=spec["compiled"], device=spec["device"], dtype=spec["dtype"], seed=0)
-    backend = module.build(settings, hardware, config)
+    sizes = dict(batch_size=spec["batch_size"], kernel=spec["kernel"], compile=spec["compiled"])
+    backend = module.build(Settings(lr=1e-3, dtype=spec["dtype"], seed=0, **sizes), hardware, config)
     low = spec["dtype"] != "fp32"
     scaler = DynamicLossScaler(2.0**15 if low else 1.0, growth_interval=500, max_scale=MAX_SCALE if low else 1.0)
     optimizer = backend.optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    costs, done = {"scaler_seconds": 0.0}, 0
+    keys = itertools.count()
 
-    def step(x, y):
-        nonlocal done
+    def step(x, y, call=lambda function, *arguments: function(*arguments)):
         with backend.autocast():
-            loss = backend.model(x, y, key=(0, done, 0))
-        start = time.perf_counter()
-        scaled = scaler.scale(loss)
-        costs["scaler_seconds"] += time.perf_counter() - start
-        scaled.backward()
-        start = time.perf_counter()
-        scaler.unscale_(optimizer)
-        costs["scaler_seconds"] += time.perf_counter() - start
+            loss = backend.model(x, y, key=(0, next(keys), 0))
+        call(scaler.scale, loss).backward()
+        call(scaler.unscale_, optimizer)
         backend.clip_grad_norm_(parameters, 1.0)
         scaler.step(optimizer)
-        start = time.perf_counter()
-        scaler.update()
-        costs["scaler_seconds"] += time.perf_counter() - start
+        call(scaler.update)
         optimizer.zero_grad(set_to_none=True)
-        done += 1
         return loss.detach().item()
 
-    return step, costs
+    def scaler_step(x, y):
+        spent = 0.0
+
+        def timed(function, *arguments):
+            nonlocal spent
+            synchronize(spec["device"])  # what was queued before is not the scaler's
+            started = time.perf_counter()
+            result = function(*arguments)
+            synchronize(spec["device"])
+            spent += time.perf_counter() - started
+            return result
+
+        return step(x, y, timed), spent
+
+    return step, scaler_step
 
 
 def synchronize(device: str) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from run.cache import cache_folder
+from run.errors import BadInput, run_script
 
 HERE = Path(__file__).resolve().parent
 CPU_SOURCES, CUDA_SOURCES = ("bindings.cpp", "bf16_gemv_cpu.cpp"), ("bf16_gemv.cu",)
@@ -29,7 +31,8 @@ HEADERS = ("bf16_gemv.h", "bf16_gemv_cpu.h")
 LOCK_SECONDS = 300  # to wait for another process that builds
 
 _loaded: ModuleType | None = None
-_reason: str | None = None
+_reason: str | None = None  # why there is none
+_cuda_reason: str | None = None  # why there is one without CUDA, where a GPU is
 
 
 class Unavailable(RuntimeError):
@@ -38,47 +41,72 @@ class Unavailable(RuntimeError):
 
 def load() -> ModuleType:
     """The extension module, built where that is new; the second call costs nothing. Unavailable where it cannot be."""
-    global _loaded, _reason
+    global _loaded, _reason, _cuda_reason
     if _reason is not None:
         raise Unavailable(_reason)
+    if _loaded is None and torch.version.cuda is not None and torch.cuda.is_available():
+        try:
+            _loaded = build(cuda=True)
+        except Unavailable as error:  # the CPU's code may do all the same
+            _cuda_reason = str(error)
     if _loaded is None:
         try:
-            _loaded = build()
+            _loaded = build(cuda=False)
         except Unavailable as error:
             _reason = str(error)
             raise
     return _loaded
 
 
-def build(cuda: bool | None = None) -> ModuleType:
-    """Finds or builds the extension and imports it. cuda: with bf16_gemv.cu; None: where a GPU and nvcc are."""
+def cuda_reason() -> str | None:
+    """Why the loaded kernels have no CUDA code, on a machine with a GPU."""
+    return _cuda_reason
+
+
+def build(cuda: bool) -> ModuleType:
+    """Finds or builds the extension, with or without bf16_gemv.cu, and imports it."""
     if sys.platform == "win32":
         raise Unavailable("the kernels need g++ or clang++, which PyTorch does not use on Windows")
-    cuda = wants_cuda() if cuda is None else cuda
+    if shutil.which(compiler()) is None:
+        raise Unavailable(f"no C++ compiler: {compiler()} is not on PATH (CXX can name another)")
     if cuda and nvcc() is None:
         raise Unavailable("nvcc is not on PATH and CUDA_HOME does not name a toolkit")
     name = name_of(cuda)
     folder = builds_folder() / name
     library = folder / (name + ".so")
-    if library.is_file():
-        return _import(name, library)
-    if shutil.which(compiler()) is None:
-        raise Unavailable(f"no C++ compiler: {compiler()} is not on PATH (CXX can name another)")
     try:
+        if library.is_file():
+            return _import(name, library)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock"), timeout=LOCK_SECONDS):
+        with _alone(folder.with_suffix(".lock")):
             return _import(name, library) if library.is_file() else _compile(name, folder, cuda)
-    except Timeout:
-        raise Unavailable(f"another process has been building for {LOCK_SECONDS} s: {folder}.lock") from None
     except OSError as error:
-        raise Unavailable(f"the cache {folder.parent} cannot be written ({error.strerror})") from None
+        raise Unavailable(f"the cache {folder.parent} cannot be used ({error.strerror})") from None
+
+
+@contextmanager
+def _alone(path: Path):
+    """One builder at a time. The lock is the system's, so it ends with a process that is killed."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        _note("another process builds csrc/bf16_gemv: waiting for it …")
+        try:
+            lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout:
+            raise Unavailable(f"another process has been building for {LOCK_SECONDS} s: {path}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _note(text: str) -> None:
+    print(f"note    {text}", file=sys.stderr, flush=True)  # standard output is for a sample's text
 
 
 # ---- what a build depends on
-
-
-def wants_cuda() -> bool:
-    return torch.version.cuda is not None and torch.cuda.is_available() and nvcc() is not None
 
 
 def builds_folder() -> Path:
@@ -117,14 +145,24 @@ def name_of(cuda: bool) -> str:
     """The name of a build: a word for people and a hash for the rest."""
     sources = [*CPU_SOURCES, *HEADERS, *(CUDA_SOURCES if cuda else ())]
     parts = [*((HERE / name).read_text(encoding="utf-8") for name in sources), *cpu_flags(), torch.__version__]
-    parts += [sys.version, platform.machine(), cpu_features(), compiler()]
+    parts += [sys.version, platform.machine(), cpu_features(), compiler(), version_of(compiler())]
     if cuda:
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        parts += [*cuda_flags(), str(nvcc()), str(capability), os.environ.get("TORCH_CUDA_ARCH_LIST", "")]
+        parts += [*cuda_flags(), version_of(nvcc()), str(capability), os.environ.get("TORCH_CUDA_ARCH_LIST", "")]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return f"bf16_gemv_{'cuda' if cuda else 'cpu'}_{digest}"
 
 
+@cache
+def version_of(tool: str) -> str:
+    """What a compiler says of itself."""
+    try:
+        return subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+@cache
 def nvcc() -> str | None:
     """The real nvcc. One on PATH may be a wrapper script, from whose place PyTorch infers a wrong CUDA_HOME."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -149,10 +187,11 @@ def nvcc() -> str | None:
 
 def _compile(name: str, folder: Path, cuda: bool) -> ModuleType:
     """Builds in a folder of its own, then renames it; the compiler's output of a failure is kept beside it."""
-    print("note    building csrc/bf16_gemv, first run only …", flush=True)
+    _note("building csrc/bf16_gemv, first run only …")
     started = time.perf_counter()
+    for left in folder.parent.glob(f"{name}.*.tmp"):  # by a process that was killed, since we have the lock
+        shutil.rmtree(left, ignore_errors=True)
     temporary = folder.with_suffix(f".{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     log = folder.with_suffix(".log")
     try:
@@ -170,17 +209,17 @@ def _compile(name: str, folder: Path, cuda: bool) -> ModuleType:
                 build_directory=str(temporary),
                 with_cuda=cuda,
             )
-        shutil.rmtree(folder, ignore_errors=True)  # left without its library, by hand
-        temporary.rename(folder)
-    except (OSError, Unavailable):
+    except Unavailable:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
-    except Exception as error:  # RuntimeError with the whole output, or CalledProcessError
+    except Exception as error:  # RuntimeError with the whole output; OSError without a toolkit; CalledProcessError
+        shutil.rmtree(temporary, ignore_errors=True)
         output = str(error)
         log.write_text(output, encoding="utf-8")
         raise Unavailable(f"{_cause(output)} (all of it in {log})") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    print(f"note    built in {time.perf_counter() - started:.0f} s, kept in {folder}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)  # left without its library, by hand
+    temporary.rename(folder)
+    _note(f"built in {time.perf_counter() - started:.0f} s, kept in {folder}")
     return module
 
 
@@ -220,42 +259,42 @@ def _import(name: str, library: Path) -> ModuleType:
 # ---- the doctor
 
 
-def doctor() -> None:
-    """Prints what a build would use, what is cached, and which code a shape takes."""
+def doctor(shape: tuple[int, int, int] | None = None) -> None:
+    """Prints what a build would use, what is cached, and which code the shape (N, M, K), or a few, would take."""
     found, features = shutil.which(compiler()), cpu_features().split()
+    fitting = {name_of(False), name_of(nvcc() is not None)}
     units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16") if unit in features]
     print(f"torch     {torch.__version__}, CUDA {torch.version.cuda or 'not in this build'}")
     print(f"gpu       {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none that PyTorch can use'}")
     print(f"nvcc      {nvcc() or 'not found'}")
-    print(f"compiler  {f'{found}: {_first_line(found)}' if found else f'{compiler()} is not on PATH'}")
+    print(f"compiler  {f'{found}: {version_of(found).splitlines()[0]}' if found else f'{compiler()} is not on PATH'}")
     print(f"ninja     {shutil.which('ninja') or _ninja_package() or 'missing: pip install ninja'}")
     print(f"cpu       {platform.machine()}: {', '.join(units) or 'no vector units that we know'}")
     print(f"flags     {' '.join(cpu_flags())}")
     for folder in sorted(builds_folder().glob("bf16_gemv_*/")):
         if (folder / (folder.name + ".so")).is_file():
-            print(f"cached    {folder}{' (this one)' if folder.name == name_of(wants_cuda()) else ''}")
+            print(f"cached    {folder}{' (fits)' if folder.name in fitting else ''}")
     try:
         kernels = load()
     except Unavailable as error:
         print(f"kernels   none: {error}")
         return
+    if cuda_reason():
+        print(f"kernels   without CUDA: {cuda_reason()}")
     on_cpu = f"CPU, {kernels.instruction_set()}"
-    for what, n, m, k in SHAPES:
-        version = kernels.choice(n, m, k, True, False)
+    for what, n, m, k, training in [("asked for", *shape, shape[0] > 8)] if shape else SHAPES:
+        version = kernels.choice(
+            n, m, k, training, not training
+        )  # training: bf16 x, fp32 masters; decoding: fp32, bf16
         print(f"kernels   {what}: {n} x {k} times {m} x {k}: {on_cpu if version < 0 else f'CUDA, v{version}'}")
 
 
 SHAPES = (
-    ("training, preset cpu", 768, 128, 512),
-    ("training, preset gpu", 8192, 384, 1536),
-    ("decoding, preset gpt2", 1, 768, 3072),
-    ("decoding, its head", 1, 50257, 768),
+    ("training, preset cpu", 768, 128, 512, True),
+    ("training, preset gpu", 8192, 384, 1536, True),
+    ("decoding, preset gpt2", 1, 768, 3072, False),
+    ("decoding, its head", 1, 50257, 768, False),
 )
-
-
-def _first_line(found: str) -> str:
-    output = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-    return output.splitlines()[0] if output else "says no version"
 
 
 def _ninja_package() -> str | None:
@@ -266,5 +305,11 @@ def _ninja_package() -> str | None:
     return f"{ninja.BIN_DIR}, of the Python package"
 
 
+def main(argv: list[str]) -> None:
+    if len(argv) not in (0, 3) or not all(word.isdecimal() for word in argv):
+        raise BadInput("python -m csrc.build [N M K]: N vectors times a weight (M, K), three whole numbers or none")
+    doctor(tuple(map(int, argv)) or None)
+
+
 if __name__ == "__main__":
-    doctor()
+    sys.exit(run_script("csrc.build", lambda: main(sys.argv[1:])))

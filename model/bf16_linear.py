@@ -104,8 +104,11 @@ class Choice(NamedTuple):
     kernel: Kernel
 
 
-def choose(kernel: str, device: torch.device, dtype: str) -> Choice:
-    """The op for --kernel auto, own, library, off, require. build.Unavailable where `require` finds no code of ours."""
+def choose(kernel: str, device: torch.device, dtype: str, shape: tuple[int, int, int]) -> Choice:
+    """The op for --kernel auto, own, library, off, require. build.Unavailable where `require` finds no code of ours.
+
+    shape: (N, M, K) of training's products, to name the code that computes them.
+    """
     if dtype != "bf16":
         return Choice(None, Kernel(LIBRARY, f"PyTorch's linear, since bf16_linear is for bf16, not {dtype}"))
     if kernel == "off":
@@ -113,14 +116,14 @@ def choose(kernel: str, device: torch.device, dtype: str) -> Choice:
     if kernel == "library":
         return Choice(bf16_linear_library, Kernel(LIBRARY, "bf16_linear with PyTorch's products (--kernel library)"))
     try:
-        return own(kernel, device)
+        return own(kernel, device, shape)
     except build.Unavailable as error:
         if kernel == "require":
             raise
         return Choice(bf16_linear_library, Kernel(LIBRARY, f"bf16_linear with PyTorch's products: {error}"))
 
 
-def own(kernel: str, device: torch.device) -> Choice:
+def own(kernel: str, device: torch.device, shape: tuple[int, int, int]) -> Choice:
     """Our code on this device. build.Unavailable with the reason where there is none."""
     if device.type not in ("cpu", "cuda"):
         raise build.Unavailable(f"csrc/ has code for cpu and cuda, not for {device.type}")
@@ -128,14 +131,12 @@ def own(kernel: str, device: torch.device) -> Choice:
     if device.type == "cpu":
         code, file = "cpu", f"csrc/bf16_gemv_cpu.cpp, {kernels.instruction_set()}"
     elif not kernels.with_cuda:
-        raise build.Unavailable(
-            "csrc/ was built without CUDA: nvcc is not on PATH and CUDA_HOME does not name a toolkit"
-        )
-    elif torch.cuda.get_device_capability(device) >= (8, 0):
-        code, file = "cuda-v5", "csrc/bf16_gemv.cu, v5 on tensor cores"
-    elif kernel == "auto":
-        raise build.Unavailable("no tensor cores for bf16 before sm_80 (--kernel own takes the GEMV kernels)")
+        raise build.Unavailable(f"csrc/ is built without CUDA: {build.cuda_reason()}")
     else:
-        code, file = "cuda-v4", "csrc/bf16_gemv.cu, v4"
+        with torch.cuda.device(device):
+            version = kernels.choice(*shape, True, False)  # bf16 x, fp32 master weights
+        if version != 5 and kernel == "auto":
+            raise build.Unavailable(f"no tensor cores for this card or shape (--kernel own takes v{version})")
+        code, file = f"cuda-v{version}", f"csrc/bf16_gemv.cu, v{version}{' on tensor cores' if version == 5 else ''}"
     how = f"bf16_linear with our own forward ({file}), PyTorch's products for dx and dW"
     return Choice(bf16_linear, Kernel(f"{code}/library/library", how))

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from amp.autocast import LOW_DTYPES
 from csrc import build
 from model.bf16_linear import bf16_linear
-
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def decoder(gpt, dtype: str, weights: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -31,12 +30,21 @@ def decoder(gpt, dtype: str, weights: str) -> Callable[[np.ndarray], np.ndarray]
     def prepared(weight):
         if own:
             return weight.bfloat16() if weights == "bf16" else weight
-        return weight if dtype == "fp32" else weight.to(LOW[dtype]).float()
+        return weight if dtype == "fp32" else weight.to(LOW_DTYPES[dtype]).float()
+
+    def weights_of(part):  # the bias too is an operand, which our kernel rounds on load
+        return prepared(part.weight), part.bias if own else prepared(part.bias)
 
     config, device = gpt.config, gpt.wte.weight.device
     NH, HS = config.n_head, config.n_embd // config.n_head
     with torch.no_grad():
-        layers = [(layer, {part: (prepared(part.weight), part.bias) for part in linears(layer)}) for layer in gpt.h]
+        layers = [
+            (
+                layer,
+                {part: (prepared(part.weight), part.bias if own else prepared(part.bias)) for part in linears(layer)},
+            )
+            for layer in gpt.h
+        ]
         head = prepared(gpt.wte.weight)
     cache = torch.zeros(config.n_layer, 2, NH, config.block_size, HS, device=device)
     read: list[int] = []

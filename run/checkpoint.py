@@ -131,6 +131,8 @@ def _tensors(content: bytes, path: Path) -> dict[str, np.ndarray]:
         return load_tensors(content)
     except SafetensorError as error:
         raise BadInput(f"{path}: not readable as safetensors ({error}): use another checkpoint") from None
+    except KeyError as error:  # a type that NumPy lacks
+        raise BadInput(f"{path}: has tensors of type {error.args[0]}: save the model in fp32") from None
 
 
 def _read_checked(path: Path, expected: str) -> bytes:
@@ -284,7 +286,10 @@ def _remove_old(out: Path) -> None:
 
 
 def _entries(out: Path) -> list[Path]:
-    return sorted(out.iterdir()) if os.path.isdir(out) else []
+    try:
+        return sorted(out.iterdir()) if os.path.isdir(out) else []
+    except OSError as error:
+        raise BadInput(f"{out}: cannot be read ({error.strerror})") from None
 
 
 def _steps(out: Path) -> list[int]:

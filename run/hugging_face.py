@@ -47,6 +47,9 @@ def read_config(config: dict, path: Path) -> dict:
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new",),
         "layer_norm_epsilon": (1e-5,),
+        "tie_word_embeddings": (True,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
         "n_inner": (None, 4 * config["n_embd"]),
     }
     for key, values in known.items():

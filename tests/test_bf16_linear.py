@@ -1,5 +1,6 @@
 """The op minigpt::bf16_linear: our CPU kernel and the library's products, values, gradients, dispatch."""
 
+import shutil
 import subprocess
 import sys
 
@@ -15,15 +16,12 @@ from run.log import read_log
 
 BOTH = [bf16_linear, bf16_linear_library]
 DTYPES = [torch.float32, torch.bfloat16]
-CPU = torch.device("cpu")
+CPU, SHAPE = torch.device("cpu"), (768, 128, 512)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    try:
-        return build.load()
-    except build.Unavailable as error:
-        pytest.skip(f"the kernels cannot be built here: {error}")
+needs_compiler = pytest.mark.skipif(shutil.which(build.compiler()) is None, reason="no C++ compiler")
+if shutil.which(build.compiler()):
+    build.load()  # with a compiler there is no excuse: what does not build fails here
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -136,7 +134,9 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype):
             torch.set_num_threads(1)
 
 
-def test_bf16_gemv_is_the_form_for_one_vector(kernels):
+@needs_compiler
+def test_bf16_gemv_is_the_form_for_one_vector():
+    kernels = build.load()
     weight, x = random(30, 70), random(70, seed=1)
     assert torch.equal(kernels.bf16_gemv(weight, x), bf16_linear(x, weight))
     with pytest.raises(RuntimeError, match="one vector"):
@@ -207,11 +207,8 @@ def test_opcheck(op, dtype):
         torch.library.opcheck(op, tuple(leaves))
 
 
+@needs_compiler
 def test_torch_compile_takes_it_whole():
-    import shutil
-
-    if shutil.which("g++") is None:
-        pytest.skip("torch.compile needs a C++ compiler")
     layer = BF16Linear(16, 8)
     layer.op = bf16_linear
     x = random(4, 16).requires_grad_()
@@ -227,7 +224,7 @@ def test_torch_compile_takes_it_whole():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.ones(2, 3), torch.ones(4, 5)), "x"),
+        ((torch.ones(2, 3), torch.ones(4, 5)), r"x .*fit"),
         ((torch.ones(2, 3), torch.ones(3)), "weight"),
         ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), "bias"),
         ((torch.ones(2, 3).double(), torch.ones(4, 3)), "x must be fp32 or bf16"),
@@ -242,14 +239,15 @@ def test_what_does_not_fit_is_named(op, arguments, message):
 # ---- which code
 
 
+@needs_compiler
 def test_the_choice_follows_the_flag_and_the_dtype():
-    assert choose("auto", CPU, "bf16").op is choose("require", CPU, "bf16").op is bf16_linear
-    assert choose("auto", CPU, "bf16").kernel.code == "cpu/library/library"
-    assert choose("library", CPU, "bf16").op is bf16_linear_library
-    assert choose("off", CPU, "bf16").op is None
+    assert choose("auto", CPU, "bf16", SHAPE).op is choose("require", CPU, "bf16", SHAPE).op is bf16_linear
+    assert choose("auto", CPU, "bf16", SHAPE).kernel.code == "cpu/library/library"
+    assert choose("library", CPU, "bf16", SHAPE).op is bf16_linear_library
+    assert choose("off", CPU, "bf16", SHAPE).op is None
     for dtype in ("fp32", "fp16"):
-        assert choose("auto", CPU, dtype).op is None
-        assert dtype in choose("auto", CPU, dtype).kernel.how
+        assert choose("auto", CPU, dtype, SHAPE).op is None
+        assert dtype in choose("auto", CPU, dtype, SHAPE).kernel.how
 
 
 def test_where_it_cannot_be_built_the_library_computes_and_the_reason_is_told(monkeypatch):
@@ -257,17 +255,18 @@ def test_where_it_cannot_be_built_the_library_computes_and_the_reason_is_told(mo
         raise build.Unavailable("no C++ compiler: c++ is not on PATH")
 
     monkeypatch.setattr(build, "load", fails)
-    choice = choose("auto", CPU, "bf16")
+    choice = choose("auto", CPU, "bf16", SHAPE)
     assert choice.op is bf16_linear_library
     assert "no C++ compiler" in choice.kernel.how
     with pytest.raises(build.Unavailable):
-        choose("require", CPU, "bf16")
+        choose("require", CPU, "bf16", SHAPE)
 
 
 SIZES = dict(preset="cpu", corpus="stdlib", n_layer=1, n_head=2, n_embd=16, block_size=16, steps=4, log_every=1)
 TINY = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
+@needs_compiler
 def test_header_and_log_name_the_code(tmp_path, capsys):
     lines = {}
     for kernel in ("own", "library", "off"):

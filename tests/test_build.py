@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from csrc import build
+from run.errors import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_compiler = pytest.mark.skipif(shutil.which(build.compiler()) is None, reason="no C++ compiler")
 LOAD = """
 from csrc import build
+from run.errors import BadInput
 try:
     kernels = build.load()
 except build.Unavailable as error:
@@ -61,13 +63,15 @@ def test_no_compiler(folder, monkeypatch):
 def test_the_reason_is_found_once(folder, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     first = reason()
-    monkeypatch.setattr(build, "build", lambda: pytest.fail("asked again"))
+    monkeypatch.setattr(build, "build", lambda cuda: pytest.fail("asked again"))
     assert reason() == first
 
 
 def test_no_ninja(folder, monkeypatch, tmp_path):
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / build.compiler()).symlink_to(shutil.which(build.compiler()) or sys.executable)
+    compiler = shutil.which(build.compiler()) or sys.executable
+    (tmp_path / "bin" / Path(build.compiler()).name).symlink_to(compiler)
+    monkeypatch.setenv("CXX", Path(build.compiler()).name)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setitem(sys.modules, "ninja", None)
     assert reason() == "ninja is missing: pip install ninja"
@@ -86,13 +90,50 @@ def test_ninja_is_found_in_its_package_when_it_is_not_on_path(monkeypatch):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_cache_that_cannot_be_written(folder):
     folder.parent.chmod(0o500)
-    assert "cannot be written (Permission denied)" in reason()
+    assert "cannot be used (Permission denied)" in reason()
 
 
 @needs_compiler
 def test_a_cache_that_is_a_file(folder):
     folder.write_text("")
-    assert reason() == f"the cache {folder} cannot be written (File exists)"
+    assert reason() == f"the cache {folder} cannot be used (File exists)"
+
+
+@needs_compiler
+def test_a_cache_that_cannot_even_be_looked_into(folder, monkeypatch):
+    """As of another user's home; root looks everywhere, so the refusal is put in."""
+
+    def refuses(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", refuses)
+    assert reason() == f"the cache {folder} cannot be used (Permission denied)"
+
+
+@needs_compiler
+def test_a_missing_cuda_toolkit_is_not_blamed_on_the_cache(folder, monkeypatch):
+    from torch.utils import cpp_extension
+
+    def load(*arguments, **options):
+        raise OSError("CUDA_HOME environment variable is not set")
+
+    monkeypatch.setattr(cpp_extension, "load", load)
+    assert reason().startswith("CUDA_HOME environment variable is not set (all of it in ")
+
+
+@needs_compiler
+def test_without_a_cuda_build_the_cpu_has_its_code(folder, monkeypatch):
+    def only_cpu(cuda):
+        if cuda:
+            raise build.Unavailable("nvcc is not on PATH")
+        return "the CPU's"
+
+    monkeypatch.setattr(build, "build", only_cpu)
+    monkeypatch.setattr(build, "_cuda_reason", None)
+    monkeypatch.setattr(build.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(build.torch.cuda, "is_available", lambda: True)
+    assert build.load() == "the CPU's"
+    assert build.cuda_reason() == "nvcc is not on PATH"
 
 
 @needs_compiler
@@ -117,7 +158,7 @@ def test_the_compilers_output_is_kept_and_its_cause_told(folder, monkeypatch, tm
     log = Path(text.rsplit("(all of it in ", 1)[1].rstrip(")"))
     assert "bindings.cpp" in log.read_text()
     assert [path.name for path in folder.iterdir() if path.suffix == ".tmp"] == []
-    assert "building csrc/bf16_gemv, first run only" in capsys.readouterr().out
+    assert "building csrc/bf16_gemv, first run only" in capsys.readouterr().err
 
 
 @needs_compiler
@@ -153,9 +194,13 @@ def test_the_doctor_names_what_it_found(capsys):
     build.doctor()
     labels = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert {"torch", "gpu", "nvcc", "compiler", "ninja", "cpu", "flags", "kernels"} <= set(labels)
+    build.main(["1", "7", "9"])
+    assert "asked for: 1 x 9 times 7 x 9" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="three whole numbers"):
+        build.main(["1", "x", "9"])
 
 
-def test_a_wrapper_of_nvcc_is_seen_through(tmp_path, monkeypatch):
+def test_a_wrapper_of_nvcc_is_seen_through(tmp_path, monkeypatch, request):
     real = tmp_path / "toolkit" / "bin" / "nvcc"
     real.parent.mkdir(parents=True)
     real.write_text("")
@@ -165,6 +210,8 @@ def test_a_wrapper_of_nvcc_is_seen_through(tmp_path, monkeypatch):
     for file in (real, wrapper):
         file.chmod(0o755)
     monkeypatch.setenv("PATH", str(wrapper.parent), prepend=os.pathsep)
+    build.nvcc.cache_clear()
+    request.addfinalizer(build.nvcc.cache_clear)
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     assert build.nvcc() == str(real)

@@ -6,6 +6,8 @@ import torch
 import train
 from amp.autocast import LOW_DTYPES, autocast, native_units
 from amp.scaler import DynamicLossScaler
+from csrc import build
+from model.bf16_linear import BF16Linear, bf16_linear
 from run.log import read_log
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -78,3 +80,61 @@ def test_scaler_lives_as_gradscaler_does_on_cuda():
 def test_deterministic_runs_are_bit_equal(tmp_path):
     first, second = (rows_of(tmp_path, name, "--deterministic", "--steps", "10") for name in "ab")
     assert [row.loss for row in first] == [row.loss for row in second]
+
+
+# ---- our kernel
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    kernels = build.load()
+    assert kernels.with_cuda, build.cuda_reason()
+    return kernels
+
+
+def integers(*shape):
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(0)).float()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("version", range(6))
+def test_every_version_gives_the_bits_of_the_cpu(kernels, version, x_dtype, weight_dtype):
+    """Small integers: every sum is exact in fp32, whatever the order."""
+    if version == 5 and (x_dtype == torch.float32 or torch.cuda.get_device_capability() < (8, 0)):
+        pytest.skip("v5 takes bf16 vectors, from sm_80 on")
+    for n in {0: (1, 3), 1: (1, 3), 2: (1,), 3: (1,), 4: (2, 5, 8, 17), 5: (9, 64, 200)}[version]:
+        for m, k in ((1, 8), (65, 64), (384, 1536), (50, 776)):
+            x, weight, bias = integers(n, k).to(x_dtype), integers(m, k).to(weight_dtype), integers(m)
+            expected = bf16_linear(x, weight, bias)
+            got = kernels.bf16_linear(x.cuda(), weight.cuda(), bias.cuda(), version)
+            assert torch.equal(got.cpu(), expected), (n, m, k)
+
+
+def test_offsets_empty_dimensions_and_nan_on_the_device(kernels):
+    x, weight = integers(9 * 33 + 1)[1:].view(9, 33), integers(7, 33)
+    assert torch.equal(bf16_linear(x.cuda(), weight.cuda()).cpu(), bf16_linear(x, weight))
+    ones = torch.ones(3, 0, device="cuda")
+    assert torch.equal(bf16_linear(ones, torch.ones(2, 0, device="cuda")).cpu(), torch.zeros(3, 2))
+    assert bf16_linear(torch.ones(0, 8, device="cuda"), torch.ones(2, 8, device="cuda")).shape == (0, 2)
+    weight = torch.ones(64, 64, device="cuda")
+    weight[63, 63] = float("nan")
+    for n in (1, 4, 100):
+        y = bf16_linear(torch.ones(n, 64, device="cuda").bfloat16(), weight)
+        assert y[:, 63].isnan().all(), n
+        assert y[:, :63].isfinite().all(), n
+
+
+def test_a_training_step_in_bf16_runs_the_tensor_core_version(kernels):
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("before sm_80")
+    layer = BF16Linear(1536, 384).cuda()
+    layer.op = bf16_linear
+    x = torch.randn(512, 1536, device="cuda", requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        with autocast("cuda", "bf16"):
+            y = layer(x)
+        y.sum().backward()
+        torch.cuda.synchronize()
+    assert any("v5_tensor_cores" in event.key for event in profiler.key_averages())
+    assert layer.weight.grad.isfinite().all()
