@@ -1,7 +1,7 @@
 """What a forward pass keeps for the backward pass, counted tensor by tensor and without computing anything.
 
 Fake tensors have shapes and storages but no content, so that GPT-2's gigabytes are counted in a second on any laptop,
-16-bit autocast included. model.config.memory() is the same by formula.
+16-bit autocast included. They are fake CPU tensors; model.config.memory() has the formula, for GPUs too.
 """
 
 import torch
