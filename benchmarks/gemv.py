@@ -64,7 +64,8 @@ def main(argv: list[str]) -> None:
     picture(rows, bandwidth, hardware.device_name)
     if s.profile:
         profile(kernels, device)
-    finish("gemv", rows, hardware.device_name, s.readme, {"read_bandwidth_gb_s": bandwidth})
+    more = {"read_bandwidth_gb_s": bandwidth}
+    finish("gemv", rows, hardware.device_name, s.readme, more, text=by_case(rows))
 
 
 def read_bandwidth(device: torch.device, blocks: int) -> float:
@@ -174,6 +175,27 @@ def _graph(function: Callable, arguments: list, device: torch.device) -> tuple[C
         torch.cuda.synchronize(device)
 
     return replay, count
+
+
+def _ratio(row: Row) -> str:
+    return f"**{row.ratio:.2f}** ({row.spread[0]:.2f} to {row.spread[1]:.2f})"
+
+
+def by_case(rows: list[Row]) -> str:
+    """A line for each of ours: its GB/s, and its ratios with their spread."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(row.case, {})[row.against] = row
+    columns = list(dict.fromkeys(row.against for row in rows))
+    lines = [f"| case | ours | {' | '.join(f'over {c}' for c in columns)} |", "|---" * (2 + len(columns)) + "|"]
+    for case, against in cases.items():
+        any_row = next(iter(against.values()))
+        cells = [
+            f"**{r.ratio:.2f}** ({r.spread[0]:.2f} to {r.spread[1]:.2f})" if (r := against.get(c)) else ""
+            for c in columns
+        ]
+        lines.append(f"| {case} | {any_row.ours:.1f} {any_row.unit} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def picture(rows: list[Row], bandwidth: float, device_name: str) -> None:

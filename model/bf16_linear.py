@@ -69,7 +69,7 @@ def _backward(ctx, dy):
     if ctx.needs_input_grad[1]:
         dw = (dy.T @ rows).to(low).to(weight.dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-        db = dy.float().sum(0).to(low).to(ctx.bias_dtype)
+        db = dy.sum(0).to(low).to(ctx.bias_dtype)  # PyTorch sums 16-bit numbers in fp32
     return dx, dw, db
 
 

@@ -41,7 +41,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             h = block(h)
         logits = self.head(self.ln(h))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1), reduction=reduction)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.reshape(-1), reduction=reduction)
 
 
 # Its names -> GPT-2's, to start from the same weights.

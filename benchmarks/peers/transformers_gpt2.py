@@ -24,7 +24,7 @@ def build(config, weights, dtype: str, device: str, compiled: bool):
 
     def loss(x, y):
         logits = gpt(input_ids=x, use_cache=False).logits
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), y.view(-1))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), y.reshape(-1))
 
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
     return stepping(torch.compile(loss) if compiled else loss, optimizer, dtype, device)
