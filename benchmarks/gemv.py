@@ -5,6 +5,7 @@ call takes another copy of the weights, so that none comes from a cache. On CUDA
 what is compared is kernels, not launches; there the versions of csrc/bf16_gemv.cu stand side by side.
 """
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -75,7 +76,7 @@ def read_bandwidth(device: torch.device, blocks: int) -> float:
     if device.type == "cpu":
         functions["dot"] = (lambda array: array @ array, [big.numpy()])  # both operands come from the same cache lines
     times = timed(functions, device, blocks)
-    return PAST_CACHES / min(min(block) for block in times.values()) / 1e9
+    return PAST_CACHES / min(statistics.median(block) for block in times.values()) / 1e9
 
 
 def matrix_vector(kernels, device, m: int, k: int, blocks: int, bandwidth: float) -> list[Row]:

@@ -30,6 +30,8 @@ constexpr int LANES = 8, AT_ONCE = 6;
 constexpr int PANEL = 2 * LANES;    // rows of W in a panel
 constexpr int CHUNK = 8 * AT_ONCE;  // vectors that a thread takes at a time
 constexpr int FEW = 8;
+constexpr int AHEAD = 8;    // rows that are prefetched before their turn
+constexpr int PAGE = 4096;  // bytes: several rows in one page, read at once, confuse the hardware's prefetcher
 
 using floats = float __attribute__((vector_size(LANES * 4)));
 using words = uint32_t __attribute__((vector_size(LANES * 4)));
@@ -138,7 +140,7 @@ void few_rows(const Problem& p, const float* const* x, int64_t row) {
         floats weights[ROWS];
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-            __builtin_prefetch(w + (ROWS + r) * p.k + i);  // the next rows: the hardware's own stops at a row's end
+            __builtin_prefetch(w + (AHEAD + r) * p.k + i);  // the hardware's own stops at a page's end
             weights[r] = rounded(load(w + r * p.k + i), W{});
         }
 #pragma GCC unroll 8
@@ -295,6 +297,7 @@ void linear(const Problem& p) {
     for (int64_t i = 0; i < p.n * p.k; i++) wide[i] = widened(static_cast<const X*>(p.x)[i]);
     const float* x[FEW];
     for (int64_t v = 0; v < FEW; v++) x[v] = wide.get() + std::min(v, p.n - 1) * p.k;  // past the end: the last again
+    if (p.n == 1 && p.k * int64_t(sizeof(W)) < PAGE) return few_vectors<1, 1, W, X>(p, x);  // one stream, see PAGE
     if (p.n == 1) return few_vectors<8, 1, W, X>(p, x);
     if (p.n == 2) return few_vectors<4, 2, W, X>(p, x);
     if (p.n <= 4) return few_vectors<2, 4, W, X>(p, x);
