@@ -1,6 +1,7 @@
 # make train    train with defaults in an environment of its own
 # make test     the tests, without the slow ones
 # make bench    our bf16 kernel against the libraries
+# make lesson   the lesson as an HTML page
 # make test-slow, lint, format, cuda-check, gpu-check, clean
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constrain
 CUDA_VENV := .venv-cuda
 CXX_FILES = $(wildcard csrc/*.cu csrc/*.cpp csrc/*.h tests/cuda_on_cpu/*.cpp tests/cuda_on_cpu/*.h)
 
-.PHONY: train test test-slow bench lint format cuda-check gpu-check clean
+.PHONY: train test test-slow bench lesson lint format cuda-check gpu-check clean
 
 .venv: $(VENV)/run.stamp
 
@@ -35,6 +36,9 @@ test-slow: $(VENV)/dev.stamp
 
 bench: $(VENV)/run.stamp
 	$(RUN) benchmark.py
+
+lesson: $(VENV)/dev.stamp
+	$(RUN) -m nbconvert --to html lessons/mixed_precision.ipynb
 
 lint: $(VENV)/dev.stamp
 	$(RUN) -m ruff check .

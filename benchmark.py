@@ -1,11 +1,11 @@
-"""Measures: `python benchmark.py [gemv|decode|step|traffic] [flags]`, by default gemv: files of benchmarks/."""
+"""Measures: `python benchmark.py [NAME] [flags]`, by default gemv; each name is a file in benchmarks/."""
 
 import sys
 from importlib import import_module
 
 from run.errors import BadInput, run_script
 
-BENCHMARKS = ("gemv", "decode", "step", "traffic")
+BENCHMARKS = ("gemv", "decode", "step", "precision", "traffic")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ A value comes from the dataclass below, then the preset, then the checkpoint tha
 All faults are found and told together, before any data is loaded.
 """
 
+import json
 import math
 import os
 import shutil
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from amp.formats import FORMATS
 from data import tinyshakespeare, tokenizer
 from model import backend
 from model.config import PRESETS
@@ -29,7 +31,9 @@ class Settings:
     backend: str = flag("torch", "what computes the gradients", tuple(backend.MODULES))
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps (mps is not tested); auto: CUDA where there is one")
     dtype: str = flag(
-        "auto", "compute precision; auto: bf16, or fp16 on CUDA cards without it", ("auto", "fp32", "bf16", "fp16")
+        "auto",
+        "compute precision; auto: bf16, or fp16 on CUDA cards without it; adopted: what benchmark.py precision chose",
+        ("auto", "adopted", *FORMATS),
     )
     emulation: str = flag(
         "auto", "compute 16-bit products by rounding and fp32; auto: where units lack", ("auto", "on", "off")
@@ -86,6 +90,7 @@ NOT_SAVED = ("device", "out", "resume", "overwrite", "verify_resume", "compile",
 FIXED = ("n_layer", "n_head", "n_embd", "block_size", "tokenizer", "vocab_size")
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
 BPE_VOCAB_SIZE = 4096
+ADOPTED = Path(__file__).parent / "benchmarks" / "results" / "config.json"  # benchmark.py precision writes it
 LARGEST = 2**20  # of a size; beyond it a typing error is likelier than a model
 
 
@@ -111,6 +116,21 @@ def _saved_settings(folder: Path) -> dict:
     return {f.name: saved[f.name] for f in fields(Settings) if f.name not in NOT_SAVED}
 
 
+def adopted_dtype() -> str:
+    """The precision that benchmark.py precision adopted. BadInput where that cannot be read."""
+    try:
+        dtype = json.loads(ADOPTED.read_text(encoding="utf-8"))["precision"]
+        if dtype not in FORMATS:
+            raise ValueError(dtype)
+    except OSError as error:
+        fault = f"{ADOPTED} cannot be read ({error.strerror})"
+    except (ValueError, TypeError, KeyError):
+        fault = f"{ADOPTED} names no precision"
+    else:
+        return dtype
+    raise BadInput(f"--dtype adopted: {fault}: run benchmark.py precision first")
+
+
 def read(argv: list[str] | None) -> Request:
     """Reads and checks a command line. BadInput lists all faults, one a line."""
     flags, faults = read_flags(Settings, argv, "train.py", "Trains a GPT in mixed precision.")
@@ -130,12 +150,20 @@ def read(argv: list[str] | None) -> Request:
         if saved and name in flags and flags[name] != saved[name]:
             faults.append(f"{name_of(name)} {flags[name]}: the checkpoint in {resume_from} has {saved[name]}")
     asked = {**PRESETS.get(saved.get("preset", flags.get("preset")), {}), **saved, **flags}
-    hardware, refused = None, {}
+    hardware, refused, adopted = None, {}, asked.get("dtype") == "adopted"
+    if adopted:
+        try:
+            asked["dtype"] = adopted_dtype()
+        except BadInput as error:
+            faults.append(str(error))
+            asked["dtype"] = "auto"
     if (name := asked.get("backend", Settings.backend)) in backend.MODULES:
         chosen = (flags.get("device", "auto"), asked.get("dtype", "auto"), asked.get("emulation", "auto"))
         try:
             refused = backend.refused(name, flags)
             hardware = backend.module(name).hardware(*chosen)
+            if adopted:
+                hardware = hardware._replace(how=f"{hardware.how} (adopted by measurement: {ADOPTED.name})")
         except BadInput as error:
             faults.append(str(error))
     if asked.get("preset", "auto") == "auto":

@@ -122,6 +122,17 @@ def _nearest_fp16(x: np.ndarray) -> np.ndarray:
     return nearest
 
 
+def bits(x: float, dtype: str) -> str:
+    """The bits of x rounded to a format, as text: sign, exponent, mantissa, with spaces between."""
+    f, value = FORMATS[dtype], np.array(x, dtype=np.float32)
+    if dtype == "bf16":
+        pattern = to_bf16_bits(value)
+    else:
+        pattern = value.view(np.uint32) if dtype == "fp32" else to_fp16(value).view(np.uint16)
+    text = f"{int(pattern):0{f.bits}b}"
+    return f"{text[0]} {text[1 : 1 + f.exponent_bits]} {text[1 + f.exponent_bits :]}"
+
+
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
     """fp32 array -> fp32 array whose values are representable in `dtype` ("fp32", "bf16" or "fp16")."""
     if dtype == "fp32":

@@ -108,6 +108,18 @@ def finish(name: str, rows: list, device_name: str, readme: bool, more: dict | N
     print(json.dumps(result))
 
 
+def keep(name: str, values: dict) -> None:
+    """Sets keys of a JSON file in benchmarks/results/; its other keys stay."""
+    path, kept = RESULTS / name, {}
+    if path.exists():
+        try:
+            kept = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            print(f"note    {path} held no JSON object and is written anew")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(kept | values, indent=2) + "\n", encoding="utf-8")
+
+
 def around(name: str, path: Path = ROOT / "README.md") -> tuple[str, str]:
     """What stands before and after the place of a table, markers included. BadInput where they are missing.
 

@@ -145,7 +145,7 @@ def test_the_time_to_a_loss_is_read_between_validations():
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["nothing"], "nothing: no such benchmark: use one of gemv, decode, step, traffic"),
+        (["nothing"], "nothing: no such benchmark: use one of gemv, decode, step, precision, traffic"),
         (["gemv", "--blocks", "0"], "--blocks 0: must be at least 1"),
         (["decode", "--preset", "cpu", "--tokens", "64"], "--tokens 64: must be below the context of 64"),
         (["traffic", "--blocks", "3"], "unknown argument --blocks"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amp import formats
-from amp.formats import FORMATS, from_bf16_bits, from_fp16, narrow, round_to, to_bf16_bits, to_fp16, widen
+from amp.formats import FORMATS, bits, from_bf16_bits, from_fp16, narrow, round_to, to_bf16_bits, to_fp16, widen
 
 pytestmark = pytest.mark.filterwarnings("error")  # NumPy tells overflow and invalid values by warnings
 
@@ -229,3 +229,17 @@ def test_facts_are_those_of_torch(name):
     assert ours.smallest_normal == theirs.smallest_normal
     pattern_1 = torch.tensor(1, dtype={16: torch.int16, 32: torch.int32}[ours.bits])
     assert ours.smallest_subnormal == pattern_1.view(TORCH[name]).item()
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype", "shown"),
+    [
+        (0.1, "bf16", "0 01111011 1001101"),
+        (-2.0, "fp16", "1 10000 0000000000"),
+        (70000.0, "fp16", "0 11111 0000000000"),
+        (1.5, "fp32", "0 01111111 1" + "0" * 22),
+        (1e-45, "fp32", "0 00000000 " + "0" * 22 + "1"),
+    ],
+)
+def test_bits_are_sign_exponent_and_mantissa(x, dtype, shown):
+    assert bits(x, dtype) == shown

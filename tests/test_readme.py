@@ -6,6 +6,7 @@ from pathlib import Path
 from amp.policy import TABLE
 from benchmarks.decode import DecodeSettings
 from benchmarks.gemv import GemvSettings
+from benchmarks.precision import PrecisionSettings
 from benchmarks.step import StepSettings
 from benchmarks.traffic import TrafficSettings
 from sample import SampleSettings
@@ -13,7 +14,7 @@ from settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SUFFIXES = (".py", ".cu", ".cpp", ".h")
+SUFFIXES = (".py", ".cu", ".cpp", ".h", ".ipynb")
 
 
 def mapped_files() -> set[str]:
@@ -29,7 +30,7 @@ def mapped_files() -> set[str]:
 
 
 def test_the_map_lists_every_source_file_and_no_other():
-    folders = ("", "data/", "amp/", "model/", "csrc/", "engine/", "optim/", "run/", "benchmarks/")
+    folders = ("", "data/", "amp/", "model/", "csrc/", "engine/", "optim/", "run/", "benchmarks/", "lessons/")
     files = [(folder, path) for folder in folders for path in (ROOT / folder).glob("*.*")]
     there = {f"{folder}{path.name}" for folder, path in files if path.suffix in SUFFIXES}
     assert mapped_files() == {path for path in there if not path.endswith("__init__.py")}
@@ -56,12 +57,14 @@ def test_every_source_file_has_a_test_file():
         "benchmarks/gpu_check.py",
     }  # tested through what uses them
     for path in mapped_files() - without:
-        name = path.replace("/", "_") if path.startswith("engine/") else Path(path).name  # amp/ has an autocast.py, too
-        assert (ROOT / "tests" / f"test_{name}").is_file(), path
+        name = Path(path).stem
+        if path.startswith("engine/"):  # amp/ has an autocast.py, too
+            name = f"engine_{name}"
+        assert (ROOT / "tests" / f"test_{name}.py").is_file(), path
 
 
 def test_every_flag_that_is_shown_exists():
-    every = (Settings, SampleSettings, GemvSettings, DecodeSettings, StepSettings, TrafficSettings)
+    every = (Settings, SampleSettings, GemvSettings, DecodeSettings, StepSettings, PrecisionSettings, TrafficSettings)
     fields = {name for settings in every for name in settings.__dataclass_fields__}
     ours = {f"--{name.replace('_', '-')}" for name in fields} | {"--help"}
     kin = {"--initial-loss-scale", "--hysteresis"}  # Megatron-LM's

@@ -49,7 +49,7 @@ def faults(*argv: str) -> list[str]:
         ("--steps two", "--steps two: not a whole number"),
         ("--steps 2.5", "--steps 2.5: not a whole number"),
         ("--lr fast", "--lr fast: not a number"),
-        ("--dtype fp8", "--dtype fp8: use one of auto, fp32, bf16, fp16"),
+        ("--dtype fp8", "--dtype fp8: use one of auto, adopted, fp32, bf16, fp16"),
         ("--backend jax", "--backend jax: use one of torch, numpy, engine"),
         ("--device tpu", "--device tpu: unknown device, use auto, cpu, cuda, cuda:N or mps"),
         ("--corpus nowhere.txt", "--corpus nowhere.txt: no such file (names without a file: tinyshakespeare, stdlib)"),
