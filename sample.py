@@ -55,7 +55,8 @@ def probabilities(logits: np.ndarray, temperature: float, top_k: int | None = No
         raise BadInput("the model's logits are not finite: its weights are damaged or its training diverged")
     if temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
-    p = np.exp((logits - logits.max()) / temperature)
+    with np.errstate(over="ignore"):  # a temperature of next to nothing: e^-inf is 0
+        p = np.exp((logits - logits.max()) / temperature)
     likeliest = np.argsort(-p, kind="stable")
     if top_k is not None:
         p[likeliest[top_k:]] = 0

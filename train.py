@@ -18,7 +18,7 @@ from model import backend as backends
 from model.config import GPTConfig, flops_per_token, parameter_count, peak_flops
 from optim.schedule import learning_rate
 from run import checkpoint, resume
-from run.errors import run_script
+from run.errors import run_script, say
 from run.folder import open_folder
 from run.log import Log, Row, read_log
 from run.plot import plot
@@ -185,13 +185,13 @@ def print_header(
     notes: list[str],
 ) -> None:
     for note in notes:
-        print(f"note    {note}")
+        say(f"note    {note}")
     train_tokens, val_tokens = (len(batches.tokens[split]) for split in ("train", "val"))
     if settings.loss_scaling == "on":
         scaling = f"dynamic loss scale, doubles after {settings.growth_interval} good steps, halves after a bad one"
     else:
         scaling = "off: scale fixed at 1, inf and NaN still skip their step"
-    print(
+    say(
         f"model   {parameter_count(config):,} parameters: {config.n_layer} layers, {config.n_head} heads, "
         f"{config.n_embd} channels, context {config.block_size}, vocabulary {config.vocab_size}\n"
         f"device  {hardware.device}: {hardware.device_name}\n"
@@ -200,8 +200,7 @@ def print_header(
         f"scaling {scaling}\n"
         f"data    {corpus.name}: {train_tokens:,} training and {val_tokens:,} validation tokens, seed {settings.seed}\n"
         f"run     steps {first_step + 1} to {settings.steps}, "
-        f"{settings.accumulation} x {settings.batch_size} x {config.block_size} tokens each, in {out}",
-        flush=True,
+        f"{settings.accumulation} x {settings.batch_size} x {config.block_size} tokens each, in {out}"
     )
 
 
@@ -211,12 +210,11 @@ def print_end(settings, config: GPTConfig, hardware, row: Row, speed: float, out
     python, sampler, folder = (
         shlex.quote(shown(path)) for path in (sys.executable, Path(__file__).with_name("sample.py"), str(out))
     )
-    print(
+    say(
         f"done    val {row.val:.4f} ± {row.val_error:.4f} | {thousands(speed)} tok/s | MFU {mfu}\n"
         f"saved   {out / f'step-{row.step}'}, {out / 'log.csv'}, {out / 'loss.png'}\n"
         f"go on   {go_on(settings, out, row.step)}\n"
-        f"sample  {python} {sampler} --checkpoint {folder}",
-        flush=True,
+        f"sample  {python} {sampler} --checkpoint {folder}"
     )
 
 
@@ -240,7 +238,7 @@ def shown(path: str | Path) -> str:
 
 def print_sample(config: GPTConfig, backend, tokenizer) -> None:
     drawn = generate(backend.decoder("bf16"), start_of_text(tokenizer), config.block_size, SAMPLE_TOKENS)
-    print("\n" + tokenizers.decode(tokenizer, drawn).strip() + "\n", flush=True)
+    say("\n" + tokenizers.decode(tokenizer, drawn).strip() + "\n")
 
 
 @contextmanager
@@ -250,9 +248,10 @@ def drawing(out: Path):
         yield
     finally:
         try:
-            plot(read_log(out / "log.csv"), out / "loss.png", out.name)
+            if (out / "log.csv").exists():  # else it ended before there was a row
+                plot(read_log(out / "log.csv"), out / "loss.png", out.name)
         except Exception as error:
-            print(f"note    no picture: {error}")
+            say(f"note    no picture: {error}")
 
 
 def start(argv: list[str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from benchmarks.report import RESULTS, Row, Times, around, finish, seconds, share, speeds
+from benchmarks.report import RESULTS, Row, Times, around, finish, keep_picture, seconds, share, speeds
 from csrc import build
 from model import backend as backends
 from run.errors import BadInput
@@ -62,10 +62,10 @@ def main(argv: list[str]) -> None:
         rows += matrix_vector(kernels, device, m, k, s.blocks, bandwidth)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         rows += training(kernels, device, s.blocks)
-    picture(rows, bandwidth, hardware.device_name)
     if s.profile:
         profile(kernels, device)
     more = {"read_bandwidth_gb_s": bandwidth}
+    keep_picture(picture, rows, bandwidth, hardware.device_name)
     finish("gemv", rows, hardware.device_name, s.readme, more, text=by_case(rows))
 
 

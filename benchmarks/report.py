@@ -120,13 +120,21 @@ def keep(name: str, values: dict) -> None:
     path.write_text(json.dumps(kept | values, indent=2) + "\n", encoding="utf-8")
 
 
+def keep_picture(draw: Callable[..., None], *arguments) -> None:
+    """Draws; a folder that cannot be written is a note, and what was measured is still told."""
+    try:
+        draw(*arguments)
+    except OSError as error:
+        print(f"note    no picture: {error}")
+
+
 def around(name: str, path: Path = ROOT / "README.md") -> tuple[str, str]:
     """What stands before and after the place of a table, markers included. BadInput where they are missing.
 
     A benchmark asks before it measures, or minutes of work could find no place.
     """
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    readme = path.read_text(encoding="utf-8")
+    readme = path.read_text(encoding="utf-8") if path.is_file() else ""
     if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
         raise BadInput(f"--readme: {path.name} has no {begin} … {end} to write between")
     return readme.split(begin)[0] + begin, end + readme.split(end)[1]

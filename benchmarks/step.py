@@ -52,8 +52,8 @@ def main(argv: list[str]) -> None:
         faults.append(f"--blocks {s.blocks}: must be at least 1")
     if s.batch_size is not None and s.batch_size < 1:
         faults.append(f"--batch-size {s.batch_size}: must be at least 1")
-    if not s.seconds > 0:
-        faults.append(f"--seconds {s.seconds}: must be above 0")
+    if not 0 < s.seconds < 3600:
+        faults.append(f"--seconds {s.seconds}: must be above 0 and below an hour")
     if s.profile and s.time_to_loss:
         faults.append("--profile: cannot be combined with --time-to-loss")
     if s.recompute and (s.profile or s.time_to_loss):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.report import RESULTS, ROOT, Row, finish
+from benchmarks.report import RESULTS, ROOT, Row, finish, keep_picture
 from data.batches import Batches, mean_loss
 from data.tinyshakespeare import load_corpus
 from data.tokenizer import train as train_tokenizer
@@ -46,7 +46,7 @@ def main(s) -> None:
         raise RuntimeError(f"ours ended at {ours[-1][2]:.4f} and never came to {TARGET}")
     ratio = whole / reached
     rows = [Row(f"time-to-loss/{TARGET}", "eager", reached, whole, "s", ratio, (ratio, ratio))]
-    picture(ours, theirs)
+    keep_picture(picture, ours, theirs)
     finish("time-to-loss", rows, hardware.device_name, s.readme, {"ours": ours, "eager": theirs})
 
 

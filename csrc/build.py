@@ -75,13 +75,19 @@ def build(cuda: bool) -> ModuleType:
     folder = builds_folder() / name
     library = folder / (name + ".so")
     try:
-        if library.is_file():
+        if _is_whole(library):
             return _import(name, library)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder.with_suffix(".lock")):
-            return _import(name, library) if library.is_file() else _compile(name, folder, cuda)
+            return _import(name, library) if _is_whole(library) else _compile(name, folder, cuda)
     except OSError as error:
         raise Unavailable(f"the cache {folder.parent} cannot be used ({error.strerror})") from None
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the library is there with the size that was written beside it: half of one would kill the process."""
+    size = library.with_suffix(".size")
+    return library.is_file() and size.is_file() and size.read_text() == str(library.stat().st_size)
 
 
 @contextmanager
@@ -217,7 +223,9 @@ def _compile(name: str, folder: Path, cuda: bool) -> ModuleType:
         output = str(error)
         log.write_text(output, encoding="utf-8")
         raise Unavailable(f"{_cause(output)} (all of it in {log})") from None
-    shutil.rmtree(folder, ignore_errors=True)  # left without its library, by hand
+    library = temporary / (name + ".so")
+    library.with_suffix(".size").write_text(str(library.stat().st_size))
+    shutil.rmtree(folder, ignore_errors=True)  # damaged
     temporary.rename(folder)
     _note(f"built in {time.perf_counter() - started:.0f} s, kept in {folder}")
     return module
@@ -272,7 +280,7 @@ def doctor(shape: tuple[int, int, int] | None = None) -> None:
     print(f"cpu       {platform.machine()}: {', '.join(units) or 'no vector units that we know'}")
     print(f"flags     {' '.join(cpu_flags())}")
     for folder in sorted(builds_folder().glob("bf16_gemv_*/")):
-        if (folder / (folder.name + ".so")).is_file():
+        if _is_whole(folder / (folder.name + ".so")):
             print(f"cached    {folder}{' (fits)' if folder.name in fitting else ''}")
     try:
         kernels = load()

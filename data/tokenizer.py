@@ -221,7 +221,7 @@ def train(kind: str, text: str, vocab_size: int | None = None):
 def load(description: dict):
     """The inverse of `describe()`. BadInput where the kind is unknown or entries are missing or damaged."""
     kind = description.get("kind") if isinstance(description, dict) else None
-    if kind not in TOKENIZERS:
+    if not isinstance(kind, str) or kind not in TOKENIZERS:
         raise BadInput(f"unknown tokenizer kind {kind!r}: this version knows {', '.join(TOKENIZERS)}")
     try:
         return TOKENIZERS[kind](**{key: value for key, value in description.items() if key != "kind"})

@@ -5,9 +5,11 @@ to bf16 as they are loaded, products and sums are fp32, the result is rounded on
 "linear" of amp/policy.py, so the op stands for F.linear under autocast; with an fp32 x only weight and bias are.
 
 The dispatcher chooses: where csrc/ has been loaded its kernels are registered for CPU and CUDA; elsewhere the products
-of PyTorch's libraries on rounded weights answer. The gradients are always those products.
+of PyTorch's libraries on rounded weights answer. The gradients are always those products; there are none of gradients
+(double backward), nor forward-mode ones.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +42,8 @@ def _check(x, weight, bias):
         raise RuntimeError(
             f"bf16_linear: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}: (..., K), (M, K)"
         )
+    if len({tensor.device for tensor in (x, weight, bias) if tensor is not None}) > 1:
+        raise RuntimeError("bf16_linear: x, weight and bias must be on one device")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise RuntimeError(f"bf16_linear: bias must be (M = {weight.shape[0]}), not {tuple(bias.shape)}")
 
@@ -59,7 +63,8 @@ def _backward(ctx, dy):
     """dx = dy W, dW = dyᵀ x, db = the sum of dy over all vectors; each summed in fp32, then rounded as x is."""
     x, weight = ctx.saved_tensors
     low = x.dtype  # bf16, or fp32 where nothing but the weight was rounded
-    rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, weight.shape[0])  # (N, K), (N, M)
+    N = math.prod(x.shape[:-1])
+    rows, dy = x.reshape(N, x.shape[-1]), dy.reshape(N, weight.shape[0])  # (N, K), (N, M)
     weight_low = weight.bfloat16().to(low)
     if low == torch.bfloat16 and not native_units(x.device, "bf16")[0]:
         rows, dy, weight_low = rows.float(), dy.float(), weight_low.float()

@@ -119,11 +119,23 @@ def load(folder: Path) -> tuple[dict[str, dict[str, np.ndarray]], dict, dict]:
 
 
 def load_model(folder: Path) -> tuple[dict[str, np.ndarray], dict, dict | None]:
-    """A step folder or a Hugging Face GPT-2 -> (weights, GPTConfig's fields, tokenizer description if there is one)."""
-    sizes = hugging_face.read_config(_read_json(folder / "config.json"), folder / "config.json")
-    model, tokenizer = folder / "model.safetensors", folder / "minigpt_tokenizer.json"
-    weights = hugging_face.read_weights(_tensors(_read(model), model))
-    return weights, sizes, _read_json(tokenizer) if tokenizer.is_file() else None
+    """A step folder or a Hugging Face GPT-2 -> (weights, GPTConfig's fields, tokenizer description if there is one).
+
+    Of a step folder the hashes are checked. BadInput where weights and config.json do not fit.
+    """
+    hashes = read_manifest(folder)["sha256"] if (folder / "manifest.json").is_file() else {}
+
+    def read(name: str) -> bytes:
+        return _read_checked(folder / name, hashes[name]) if hashes else _read(folder / name)
+
+    sizes = hugging_face.read_config(_parse(read("config.json"), folder / "config.json"), folder / "config.json")
+    weights = hugging_face.read_weights(_tensors(read("model.safetensors"), folder / "model.safetensors"))
+    for name, shape in hugging_face.shapes(sizes).items():  # before a model of those sizes is made
+        if name not in weights or weights[name].shape != shape:
+            found = weights[name].shape if name in weights else "no such tensor"
+            raise BadInput(f"{folder}: {name}: config.json wants {shape}, model.safetensors has {found}")
+    tokenizer = folder / "minigpt_tokenizer.json"
+    return weights, sizes, _parse(read(tokenizer.name), tokenizer) if tokenizer.is_file() else None
 
 
 def _tensors(content: bytes, path: Path) -> dict[str, np.ndarray]:
@@ -162,7 +174,7 @@ def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("late
             return folder / f"step-{_pointed(folder / pointer)}"
     if not os.path.isfile(folder / "config.json"):
         raise BadInput(f"{folder}: no checkpoint there: neither {pointers[-1]} of a run nor config.json of a model")
-    return folder
+    return Path(os.path.realpath(folder))  # of ".", or a link to a step, the run is the folder around it
 
 
 def _find_run(wanted: str, out: str | None) -> Path:
@@ -201,7 +213,10 @@ def find_intact(wanted: str, out: str | None = None) -> tuple[Path, list[str]]:
 def damage(folder: Path) -> str | None:
     """What is wrong with a step folder, in one line, or None."""
     try:
-        for name, expected in read_manifest(folder)["sha256"].items():
+        manifest = read_manifest(folder)
+        if folder.name != f"step-{manifest['step']}":
+            return f"{folder}: holds step {manifest['step']}: a copy, or renamed"
+        for name, expected in manifest["sha256"].items():
             _read_checked(folder / name, expected)
     except BadInput as error:
         return str(error)

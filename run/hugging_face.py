@@ -10,6 +10,7 @@ from run.errors import BadInput
 
 CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")  # kept as (in, out)
 NOT_WEIGHTS = re.compile(r"(^lm_head\.weight|\.attn\.bias|\.attn\.masked_bias)$")  # tied, and causal masks of old files
+LARGEST = 2**20  # of a size
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
@@ -43,6 +44,10 @@ def read_config(config: dict, path: Path) -> dict:
     for key in ours:
         if type(config.get(key)) is not int:
             raise BadInput(f"{path}: {key} is missing or not a number: use another checkpoint")
+        if not 1 <= config[key] <= LARGEST:
+            raise BadInput(f"{path}: {key} is {config[key]}: must be between 1 and {LARGEST}")
+    if config["n_embd"] % config["n_head"]:
+        raise BadInput(f"{path}: n_embd {config['n_embd']} is not divisible by n_head {config['n_head']}")
     known = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new",),
@@ -56,6 +61,13 @@ def read_config(config: dict, path: Path) -> dict:
         if config.get(key, values[0]) not in values:
             raise BadInput(f"{path}: {key} is {config[key]!r}, and only {values[0]!r} is known here")
     return {name: config[key] for key, name in ours.items()}
+
+
+def shapes(sizes: dict) -> dict[str, tuple[int, ...]]:
+    """What sizes say of the weights that carry them: embeddings, and the first and last layer's MLP."""
+    C, last = sizes["n_embd"], sizes["n_layer"] - 1
+    found = {"wte.weight": (sizes["vocab_size"], C), "wpe.weight": (sizes["block_size"], C)}
+    return found | {f"h.{layer}.mlp.c_fc.weight": (4 * C, C) for layer in (0, last)}
 
 
 def weights_of(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

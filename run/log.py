@@ -2,13 +2,14 @@
 
 import csv
 import io
+import math
 import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from run.errors import BadInput
+from run.errors import BadInput, say
 
 
 class Row(NamedTuple):
@@ -62,7 +63,7 @@ class Log:
     def __exit__(self, *exception):
         self.write_waiting()
         if lost := self.waiting.splitlines():
-            print(f"note    {self.file.name}: its last {len(lost)} rows could not be written")
+            say(f"note    {self.file.name}: its last {len(lost)} rows could not be written")
         self.file.close()
 
 
@@ -79,6 +80,8 @@ def _read_or_set_aside(path: Path) -> list[Row]:
     except (ValueError, TypeError, csv.Error):
         path.replace(path.with_name(path.name + ".damaged"))
         return []
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror}): move it away") from None
 
 
 def read_log(path: Path) -> list[Row]:
@@ -86,9 +89,14 @@ def read_log(path: Path) -> list[Row]:
     whole = {"step", "skipped", "tokens"}
 
     def value(name: str, text: str):
-        if text == "" or name == "kernel":
-            return text or None
-        return int(text) if name in whole else float(text)
+        if text == "" and name in ("val", "val_error"):
+            return None
+        if name == "kernel":
+            return text
+        number = int(text) if name in whole else float(text)
+        if name == "seconds" and not math.isfinite(number):
+            raise ValueError(f"{text} seconds of training")
+        return number
 
     with open(path, newline="", encoding="utf-8") as file:
         return [

@@ -1,11 +1,11 @@
 """What a person watches: a bar on a terminal, plain lines elsewhere."""
 
-import errno
 import math
 import sys
 
 from tqdm import tqdm
 
+from run.errors import FULL
 from run.log import Row
 
 
@@ -61,7 +61,7 @@ class Progress:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in FULL:
                 raise
 
     def show(self, row: Row) -> None:

@@ -55,7 +55,7 @@ def notes(settings, asked: dict, hardware, kernel, versions: dict, manifest: dic
     moved = [
         f"{now[key]} (was {then[key]})"
         for key in ("device_name", "kernel", "numpy", "torch")
-        if then.get(key, now.get(key)) != now.get(key)
+        if key in then and key in now and then[key] != now[key]  # another backend has other libraries
     ]
     if moved:
         lines.append(f"{', '.join(moved)}: goes on, but perhaps not bit for bit")

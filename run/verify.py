@@ -1,5 +1,6 @@
 """The proof that a run resumes exactly: a few steps in one go, against half of them and a new process for the rest."""
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ def verify_resume(script: str, flags: list[str], flags_of_process: list[str]) ->
 
     flags: of the run to try. flags_of_process: those among them that a checkpoint does not keep.
     """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and with it the run that is going on
     few = ["--steps", str(STEPS), "--eval-every", "0", "--log-every", "1"]
     with tempfile.TemporaryDirectory(prefix="minigpt-verify-") as folder:
         whole, half, rest = (Path(folder, name) for name in ("whole", "half", "rest"))

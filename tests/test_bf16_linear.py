@@ -190,6 +190,16 @@ def test_it_replaces_an_autocast_linear_number_for_number(op):
         assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize(("n", "k", "m"), [(3, 0, 4), (3, 5, 0), (0, 5, 4), (0, 0, 0)])
+def test_gradients_of_empty_dimensions(op, n, k, m):
+    x, weight, bias = (torch.ones(*shape, requires_grad=True) for shape in ((n, k), (m, k), (m,)))
+    op(x, weight, bias).sum().backward()
+    assert torch.equal(x.grad, torch.full((n, k), float(m)))
+    assert torch.equal(weight.grad, torch.full((m, k), float(n)))
+    assert torch.equal(bias.grad, torch.full((m,), float(n)))
+
+
 def test_without_an_op_it_is_a_linear_layer():
     layer, x = BF16Linear(8, 4), random(3, 8)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))

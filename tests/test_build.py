@@ -166,7 +166,21 @@ def test_a_library_that_cannot_be_loaded(folder):
     name = build.name_of(False)
     (folder / name).mkdir(parents=True)
     (folder / name / f"{name}.so").write_bytes(b"no library")
+    (folder / name / f"{name}.size").write_text("10")
     assert "cannot be loaded" in reason()
+
+
+@needs_compiler
+def test_half_a_library_is_not_loaded_but_built_again(folder, monkeypatch):
+    """The linker's mapping of one would kill the process."""
+    name = build.name_of(False)
+    (folder / name).mkdir(parents=True)
+    (folder / name / f"{name}.so").write_bytes(b"half a li")
+    monkeypatch.setattr(build, "_compile", lambda name, folder, cuda: "built again")
+    for size in (None, "10"):
+        if size:
+            (folder / name / f"{name}.size").write_text(size)
+        assert build.build(cuda=False) == "built again"
 
 
 def test_the_name_follows_what_the_build_depends_on(monkeypatch, tmp_path):

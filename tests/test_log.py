@@ -160,3 +160,21 @@ def test_a_log_is_plain_csv(tmp_path):
     lines = write(tmp_path / "log.csv", rows(1, 2)).decode().splitlines()
     assert [len(line.split(",")) for line in lines] == [12, 12, 12]
     assert re.fullmatch(r"2,0\.5,,,.*", lines[2])
+
+
+@pytest.mark.parametrize(("column", "text"), [("step", ""), ("seconds", ""), ("seconds", "inf"), ("loss", "four")])
+def test_a_row_without_a_number_sets_the_log_aside(tmp_path, column, text):
+    path = tmp_path / "log.csv"
+    lines = write(path, rows(1, 2)).decode().splitlines()
+    cells = lines[2].split(",")
+    cells[Row._fields.index(column)] = text
+    path.write_text("\n".join([*lines[:2], ",".join(cells)]) + "\n")
+    with Log(path, first_step=2) as log:
+        assert log.seconds == 0.0
+    assert (tmp_path / "log.csv.damaged").is_file()
+
+
+def test_a_log_that_is_a_folder_is_bad_input(tmp_path):
+    (tmp_path / "log.csv").mkdir()
+    with pytest.raises(BadInput, match="cannot be read"):
+        Log(tmp_path / "log.csv", first_step=2)

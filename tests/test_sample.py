@@ -236,7 +236,7 @@ def test_another_tokenizer_than_the_model_s_is_refused(run_folder, tmp_path, cap
     tokenizer["characters"] = tokenizer["characters"][:-1] + "~"
     (copy / "minigpt_tokenizer.json").write_text(json.dumps(tokenizer))
     assert sample.main(["--checkpoint", str(copy), "--prompt", "1"]) == 2
-    assert "is not the one that the model was trained with" in capsys.readouterr().err
+    assert "minigpt_tokenizer.json: damaged, its sha256 is not the manifest's" in capsys.readouterr().err
 
 
 def test_damaged_weights_are_an_error_and_no_text(run_folder, tmp_path, capsys):
