@@ -100,7 +100,7 @@ def test_step_of_the_engine_is_compared_with_other_autograd_libraries(results, m
 
 
 def test_recomputation_is_measured_from_the_command_line(results, capsys):
-    flags = ["--backend", "engine", "--dtype", "fp32", "--batch-size", "2", "--blocks", "1"]
+    flags = ["--backend", "engine", "--dtype", "fp32", "--batch-size", "8", "--blocks", "1"]
     assert benchmark.main(["step", "--recompute", *flags]) == 0
     rows = {row["case"]: row["ratio"] for row in last_line(capsys)["rows"]}
     assert rows["recompute/engine/fp32/1/memory"] > 1.2
