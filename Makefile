@@ -29,7 +29,7 @@ train: $(VENV)/run.stamp
 	$(RUN) train.py
 
 test: $(VENV)/dev.stamp
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2
 
 test-slow: $(VENV)/dev.stamp
 	$(RUN) -m pytest -m slow

@@ -11,7 +11,9 @@ import pytest
 from run.errors import say
 
 ROOT = Path(__file__).resolve().parent.parent
-HELLO = "import sys; from run.errors import run_script; sys.exit(run_script('x', lambda: print('hello', sys.stdin.read())))"
+HELLO = (
+    "import sys; from run.errors import run_script; sys.exit(run_script('x', lambda: print('hello', sys.stdin.read())))"
+)
 
 
 class Refusing(io.StringIO):
@@ -34,13 +36,13 @@ def test_a_full_disk_under_a_redirected_output_is_no_reason_to_end(monkeypatch):
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(closed):
-    command = ["bash", "-c", f"{sys.executable} -c \"{HELLO}\" {closed}"]
+    command = ["bash", "-c", f'{sys.executable} -c "{HELLO}" {closed}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, input="")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_who_leaves_ends_a_script_quietly():
     many = "import sys; from run.errors import run_script; sys.exit(run_script('x', lambda: print('x' * 10**6)))"
-    command = ["bash", "-c", f"{sys.executable} -c \"{many}\" | head -c 10; echo ${{PIPESTATUS[0]}}"]
+    command = ["bash", "-c", f'{sys.executable} -c "{many}" | head -c 10; echo ${{PIPESTATUS[0]}}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout.splitlines()[-1], done.stderr) == ("xxxxxxxxxx141", "")
