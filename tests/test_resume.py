@@ -17,7 +17,8 @@ import pytest
 
 import train
 from data import tinyshakespeare
-from run import checkpoint
+from model.backend import Hardware, Kernel
+from run import checkpoint, resume
 from run.log import read_log
 from tests.conftest import TINY, numbers
 
@@ -233,3 +234,29 @@ def test_a_run_that_is_killed_fifty_times_is_the_run_that_was_not(run, corpus, t
 
 def newest_step(out: Path) -> int:
     return max([0, *(int(path.name.removeprefix("step-")) for path in out.glob("step-*"))])
+
+
+def test_a_library_that_this_backend_does_not_use_is_no_change():
+    """As torch's for a run that goes on in NumPy, in a process that never imports it."""
+    hardware = Hardware("cpu", "a CPU", "fp32", False, "")
+    kernel = Kernel("numpy", "NumPy's products")
+    compute = hardware._asdict() | {"kernel": "numpy"}
+    manifest = {"settings": {}, "step": 1, "compute": compute, "versions": {"torch": "2.13", "numpy": "2.4"}}
+    assert resume.notes(None, {}, hardware, kernel, {"numpy": "2.4"}, manifest) == []
+    assert resume.notes(None, {}, hardware, kernel, {"numpy": "2.5"}, manifest) != []
+
+
+def test_a_copy_of_a_step_is_not_taken_for_a_later_one(run):
+    out, _ = run("copied", "--steps 4 --save-every 2")
+    shutil.copytree(out / "step-4", out / "step-99")
+    folder, faults = checkpoint.find_intact(str(out))
+    assert folder == out / "step-4"
+    assert "step-99: holds step 4" in faults[0]
+
+
+def test_a_step_folder_by_another_name_leads_to_its_run(run, monkeypatch, tmp_path):
+    out, _ = run("linked", "--steps 4 --save-every 2")
+    (tmp_path / "link").symlink_to(out / "step-4")
+    assert checkpoint.find(str(tmp_path / "link")) == out / "step-4"
+    monkeypatch.chdir(out / "step-4")
+    assert checkpoint.find(".") == out / "step-4"
