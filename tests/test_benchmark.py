@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import subprocess
 
 import pytest
 import torch
 
 import benchmark
-from benchmarks import decode, gemv, profile, report, step, time_to_loss
+from benchmarks import decode, gemv, gpu_check, profile, report, step, time_to_loss
 from csrc import build
 from model.config import PRESETS
 
@@ -156,3 +157,19 @@ def test_the_time_to_a_loss_is_read_between_validations():
 def test_bad_input_is_one_line(argv, line, capsys):
     assert benchmark.main(argv) == 2
     assert line in capsys.readouterr().err
+
+
+def test_the_gpu_check_takes_a_benchmarks_last_line_or_says_what_became_of_it(monkeypatch):
+    def ends(**done):
+        monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, **done))
+
+    ends(returncode=0, stdout='a table\n{"benchmark": "gemv", "rows": []}\n')
+    assert gpu_check.measure("cuda", ["gemv"]) == {"benchmark": "gemv", "rows": []}
+    ends(returncode=1, stdout="")
+    assert gpu_check.measure("cuda", ["gemv"]) == {"benchmark": "gemv", "failed": 1}
+
+    def too_long(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", too_long)
+    assert "longer than" in gpu_check.measure("cuda", ["gemv"])["failed"]
