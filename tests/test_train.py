@@ -148,7 +148,8 @@ def test_a_compiled_run_computes_the_same(run):
 
 @pytest.mark.slow
 def test_the_gpu_check_runs_from_end_to_end_on_a_cpu(tmp_path):
-    command = f"-m benchmarks.gpu_check --device cpu --preset cpu --steps 30 --skip-tests --skip-benchmarks --results {tmp_path}"
+    command = f"-m benchmarks.gpu_check --device cpu --preset cpu --steps 30 --results {tmp_path}"
+    command += " --skip-tests --skip-benchmarks"
     output = subprocess.run(
         [sys.executable, *command.split()], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
