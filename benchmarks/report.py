@@ -6,10 +6,11 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from model import backend as backends
 from run.errors import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +95,7 @@ def finish(name: str, rows: list, device_name: str, readme: bool, more: dict | N
     result = {
         "benchmark": name,
         "machine": {"device": device_name, "system": platform.platform()},
-        "versions": {"python": platform.python_version()} | backends.versions(),
+        "versions": {"python": platform.python_version()} | versions(),
         "rows": [row._asdict() if isinstance(row, Row) else row for row in rows],
     } | (more or {})
     print(text)
@@ -104,8 +105,13 @@ def finish(name: str, rows: list, device_name: str, readme: bool, more: dict | N
     except OSError as error:
         print(f"note    {RESULTS / name}.json could not be written ({error.strerror})")
     if readme:
-        write_readme(name, f"{device_name}, PyTorch {backends.versions().get('torch', 'not used')}:\n\n{text}")
+        write_readme(name, f"{device_name}, {', '.join(f'{n} {v}' for n, v in versions().items())}:\n\n{text}")
     print(json.dumps(result))
+
+
+def versions() -> dict[str, str]:
+    """Of the array libraries that are installed: a side may be a process of its own, so nothing need be loaded here."""
+    return {name: metadata.version(name) for name in ("numpy", "torch") if find_spec(name)}
 
 
 def keep(name: str, values: dict) -> None:

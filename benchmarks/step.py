@@ -187,9 +187,8 @@ def rows_of(s: StepSettings, sides: dict, times: dict, answers: dict, scaler: li
         peak = peak_flops(backends.module("torch").hardware(spec["device"], "fp32", "auto").device_name, spec["dtype"])
         if peak:
             rate = tokens / statistics.median(times[ours]) * flops_per_token(config) / 1e12
-            rows.append(
-                Row(f"mfu/{s.backend}/{label}", "peak", rate, peak / 1e12, "TFLOP/s", rate * 1e12 / peak, (0, 0))
-            )
+            share = rate * 1e12 / peak
+            rows.append(Row(f"mfu/{s.backend}/{label}", "peak", rate, peak / 1e12, "TFLOP/s", share, (share, share)))
     low = next(name for name in ("ours/fp16", "ours/bf16", "ours/fp32") if name in times)
     step = statistics.median(times[low]) * 1e3
     ratios = [step / ms for ms in scaler]

@@ -80,4 +80,4 @@ def main(argv: list[str]) -> None:
     if s.readme:
         around("traffic")
     rows = measured()
-    finish("traffic", rows, "counted, on any machine", s.readme, text=markdown(rows))
+    finish("traffic", rows, "counted on a CPU", s.readme, text=markdown(rows))

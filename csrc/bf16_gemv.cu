@@ -103,6 +103,23 @@ __device__ inline float sum_of_warp(float value) {
     return value;
 }
 
+// SPLIT warps have each a part of COUNT sums: the first of them adds up what its fellows found, in their order.
+template <int COUNT, int SPLIT>
+__device__ inline void add_parts(float (&sum)[COUNT], int warp, int lane) {
+    float* partial = reinterpret_cast<float*>(shared_memory);  // [WARPS][COUNT]
+    if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) partial[warp * COUNT + i] = sum[i];
+    }
+    __syncthreads();
+    if (warp % SPLIT == 0) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            for (int other = 1; other < SPLIT; other++) sum[i] += partial[(warp + other) * COUNT + i];
+        }
+    }
+}
+
 // ---- v0: a thread per row
 
 template <typename W, typename X>
@@ -188,20 +205,7 @@ __global__ void v3_rows_and_splits(Problem p) {
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sum[r] = sum_of_warp(sum[r]);
-    if (SPLIT > 1) {  // the first warp of a row adds up what its fellows found, in their order
-        float* partial = reinterpret_cast<float*>(shared_memory);  // [WARPS][ROWS]
-        if (lane == 0) {
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) partial[warp * ROWS + r] = sum[r];
-        }
-        __syncthreads();
-        if (part == 0) {
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                for (int other = 1; other < SPLIT; other++) sum[r] += partial[(warp + other) * ROWS + r];
-            }
-        }
-    }
+    if (SPLIT > 1) add_parts<ROWS, SPLIT>(sum, warp, lane);
     if (lane == 0 && part == 0) {
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
@@ -238,20 +242,7 @@ __global__ void v4_few_vectors(Problem p) {
     }
 #pragma unroll
     for (int v = 0; v < N; v++) sum[v] = sum_of_warp(sum[v]);
-    if (SPLIT > 1) {
-        float* partial = reinterpret_cast<float*>(shared_memory);  // [WARPS][N]
-        if (lane == 0) {
-#pragma unroll
-            for (int v = 0; v < N; v++) partial[warp * N + v] = sum[v];
-        }
-        __syncthreads();
-        if (part == 0) {
-#pragma unroll
-            for (int v = 0; v < N; v++) {
-                for (int other = 1; other < SPLIT; other++) sum[v] += partial[(warp + other) * N + v];
-            }
-        }
-    }
+    if (SPLIT > 1) add_parts<N, SPLIT>(sum, warp, lane);
     if (lane == 0 && part == 0 && row < p.m) {
 #pragma unroll
         for (int v = 0; v < N; v++) {

@@ -38,19 +38,10 @@ def decoder(gpt, dtype: str, weights: str) -> Callable[[np.ndarray], np.ndarray]
     config, device = gpt.config, gpt.wte.weight.device
     NH, HS = config.n_head, config.n_embd // config.n_head
     with torch.no_grad():
-        layers = [
-            (
-                layer,
-                {part: (prepared(part.weight), part.bias if own else prepared(part.bias)) for part in linears(layer)},
-            )
-            for layer in gpt.h
-        ]
+        layers = [(layer, [weights_of(part) for part in linears(layer)]) for layer in gpt.h]
         head = prepared(gpt.wte.weight)
     cache = torch.zeros(config.n_layer, 2, NH, config.block_size, HS, device=device)
     read: list[int] = []
-
-    def project(x, prepared_weights, part):
-        return linear(x, *prepared_weights[part])
 
     @torch.no_grad()
     def logits(tokens):
@@ -61,14 +52,14 @@ def decoder(gpt, dtype: str, weights: str) -> Callable[[np.ndarray], np.ndarray]
         end = len(given)
         T = end - start
         x = gpt.wte(torch.tensor(given[start:], device=device)) + gpt.wpe.weight[start:end]  # (T, C)
-        for (layer, own_weights), (keys, values) in zip(layers, cache, strict=True):
-            heads = project(layer.ln_1(x), own_weights, layer.attn.c_attn).view(T, 3, NH, HS)
+        for (layer, (qkv, out, up, down)), (keys, values) in zip(layers, cache, strict=True):
+            heads = linear(layer.ln_1(x), *qkv).view(T, 3, NH, HS)
             q, k, v = heads.permute(1, 2, 0, 3)  # (NH, T, HS) each
             keys[:, start:end], values[:, start:end] = k, v
             y = F.scaled_dot_product_attention(q, keys[:, :end], values[:, :end], is_causal=T > 1)  # (NH, T, HS)
-            x = x + project(y.transpose(0, 1).reshape(T, -1), own_weights, layer.attn.c_proj)  # (T, C)
-            y = F.gelu(project(layer.ln_2(x), own_weights, layer.mlp.c_fc), approximate="tanh")  # (T, 4C)
-            x = x + project(y, own_weights, layer.mlp.c_proj)  # (T, C)
+            x = x + linear(y.transpose(0, 1).reshape(T, -1), *out)  # (T, C)
+            y = F.gelu(linear(layer.ln_2(x), *up), approximate="tanh")  # (T, 4C)
+            x = x + linear(y, *down)  # (T, C)
         return linear(gpt.ln_f(x[-1:]), head).cpu().numpy()  # (1, V)
 
     return logits

@@ -116,5 +116,5 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
         decoder=lambda weights: logits,  # without a memory: every token is read again
         state=partial(numpy_gpt.state, weights, optimizer),
         load_state=partial(numpy_gpt.load_state, weights, optimizer),
-        kernel=Kernel("numpy", "NumPy's products"),
+        kernel=Kernel("numpy/numpy/numpy", "NumPy's products"),
     )

@@ -273,7 +273,7 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
         decoder=lambda weights: logits,  # without a memory: every token is read again
         state=partial(state, masters, optimizer),
         load_state=partial(load_state, masters, optimizer),
-        kernel=Kernel("numpy", "NumPy's products"),
+        kernel=Kernel("numpy/numpy/numpy", "NumPy's products"),
     )
 
 

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,8 @@ def verify_resume(script: str, flags: list[str], flags_of_process: list[str]) ->
 
     flags: of the run to try. flags_of_process: those among them that a checkpoint does not keep.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and with it the run that is going on
     few = ["--steps", str(STEPS), "--eval-every", "0", "--log-every", "1"]
-    with tempfile.TemporaryDirectory(prefix="minigpt-verify-") as folder:
+    with _ending_on_sigterm(), tempfile.TemporaryDirectory(prefix="minigpt-verify-") as folder:
         whole, half, rest = (Path(folder, name) for name in ("whole", "half", "rest"))
         _run(script, [*flags, *few, "--save-every", "0", "--out", str(whole)])
         _run(script, [*flags, *few, "--save-every", str(HALF), "--out", str(half)])
@@ -38,6 +38,16 @@ def verify_resume(script: str, flags: list[str], flags_of_process: list[str]) ->
             raise NotExact(f"not proven: all {STEPS} steps overflowed and were skipped: try a smaller --init-scale")
     same = f"{STEPS} steps in one go are {HALF} + a new process + {STEPS - HALF}"
     return f"bit-exact: {same}: weights, moments, scaler and log ({skipped} of the steps skipped)"
+
+
+@contextmanager
+def _ending_on_sigterm():
+    """SIGTERM unwinds the block, so that it ends the run that is going on and clears the folder."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(script: str, flags: list[str]) -> None:

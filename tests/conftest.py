@@ -38,3 +38,30 @@ def run(tmp_path, corpus):
 def numbers(rows: list) -> list[str]:
     """Rows in full digits, without what depends on time; as text, since NaN equals itself there."""
     return [str(row._replace(tokens_per_second=0, seconds=0)) for row in rows]
+
+
+def train_steps(backend, data, steps: range) -> list[float]:
+    """Trains as train.py does, without clipping; the losses of the steps."""
+    from amp.scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(init_scale=2.0**10)
+    losses = []
+    for step in steps:
+        with backend.autocast():
+            loss = backend.model(*data.get("train", step, 0), key=(1, step, 0))
+        scaler.scale(loss).backward()
+        scaler.step(backend.optimizer)
+        scaler.update()
+        backend.optimizer.zero_grad()
+        losses.append(loss.item())
+    assert scaler.skipped_steps == 0
+    return losses
+
+
+def assert_same_state(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys() == {"model", "optimizer"}
+    for kind, arrays in theirs.items():
+        assert ours[kind].keys() == arrays.keys(), kind
+        for name, array in arrays.items():
+            assert ours[kind][name].dtype == array.dtype, name
+            assert ours[kind][name].tobytes() == array.tobytes(), name

@@ -493,6 +493,7 @@ def test_torch_autocast_runs_the_model_by_the_table(dtype):
             seen.add((operation, forwards))
             if row == "attention":  # on a CPU the model multiplies the 16-bit values in fp32, and rounds what comes out
                 assert all(is_representable(operand, dtype) for operand in operands[:count]), operation
+                assert {operand.dtype for operand in operands[:count]} == {torch.float32} == {result.dtype}, operation
                 continue
             for n, operand in enumerate(operands[:count]):
                 assert operand.dtype == torch_dtype(rule.operands, dtype), f"{row}: {operation}, operand {n}"

@@ -14,6 +14,7 @@ from model.config import GPTConfig, parameters
 from model.minigpt import MiniGPT
 from run.log import read_log
 from settings import Settings
+from tests.test_numpy_gpt import without_torch
 
 TINY = "--corpus stdlib --n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 8 --seed 1"
 TINY += " --log-every 1 --eval-every 0 --warmup 5 --lr 3e-3 --min-lr 1e-3"
@@ -163,3 +164,18 @@ def test_recomputation_changes_no_bit(backend, dtype, emulation, layers):
     for name, array in loss_and_gradients(backend, dtype, emulation, layers).items():
         assert array.tobytes() == kept[name].tobytes(), name
     assert kept["loss"] > 0
+
+
+@pytest.mark.parametrize(("backend", "switches"), [("numpy", ""), ("engine", "--recompute")])
+def test_training_and_sampling_run_where_torch_is_not_installed(backend, switches, tmp_path):
+    tiny = f"--backend {backend} --corpus stdlib --n-layer 2 --n-head 2 --n-embd 16 --block-size 16 --batch-size 4"
+    trained = without_torch("train", f"{tiny} --steps 4 --dtype fp16 --out run {switches}".split(), tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert switches in trained.stdout.split("go on ")[1], "the command to go on forgets a flag"
+    assert (tmp_path / "run" / "step-4" / "model.safetensors").is_file()
+    resumed = without_torch("train", ["--resume", "run", "--steps", "6"], tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    drawing = f"--checkpoint run --backend {backend} --prompt import --tokens 5"
+    sampled = without_torch("sample", drawing.split(), tmp_path)
+    assert sampled.returncode == 0, sampled.stderr
+    assert sampled.stdout.startswith("import")

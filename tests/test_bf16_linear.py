@@ -239,6 +239,7 @@ def test_torch_compile_takes_it_whole():
         ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), "bias"),
         ((torch.ones(2, 3).double(), torch.ones(4, 3)), "x must be fp32 or bf16"),
         ((torch.ones(2, 3), torch.ones(4, 3).half()), "weight must be fp32 or bf16"),
+        ((torch.ones(2, 3), torch.ones(4, 3, device="meta")), "device|is on"),
     ],
 )
 def test_what_does_not_fit_is_named(op, arguments, message):

@@ -365,8 +365,7 @@ V5_LOAD = "if (row < rows && column < k)\n"
 V1_OFFSET = """  // the whole warp
     const int64_t row = result % p.m;
     const W* w = static_cast<const W*>(p.weight) + row * p.k;"""
-V3_BARRIER = "partial[warp * ROWS + r] = sum[r];\n        }\n        __syncthreads();"
-V4_BARRIER = "partial[warp * N + v] = sum[v];\n        }\n        __syncthreads();"
+PARTS_BARRIER = "partial[warp * COUNT + i] = sum[i];\n    }\n    __syncthreads();"
 
 
 def without(text: str, what: str) -> str:
@@ -430,22 +429,22 @@ def misaligned_is_safe(path):
 MUTATIONS = {
     "v3 without its barrier": (
         "quick",
-        V3_BARRIER,
-        without(V3_BARRIER, "__syncthreads();"),
+        PARTS_BARRIER,
+        without(PARTS_BARRIER, "__syncthreads();"),
         v3_split,
         "v3",
     ),
     "v4 without its barrier": (
         "quick",
-        V4_BARRIER,
-        without(V4_BARRIER, "__syncthreads();"),
+        PARTS_BARRIER,
+        without(PARTS_BARRIER, "__syncthreads();"),
         v4_split,
         "v4",
     ),
     "v3: a barrier for some threads only": (
         "quick",
-        V3_BARRIER,
-        V3_BARRIER.replace("__sync", "if (warp > 0) __sync"),
+        PARTS_BARRIER,
+        PARTS_BARRIER.replace("__sync", "if (warp > 0) __sync"),
         v3_split,
         "224 threads wait at __syncthreads, 0 wait elsewhere, 32 have left",
     ),

@@ -15,7 +15,7 @@ from data.tokenizer import train as train_tokenizer
 from model import engine_gpt, numpy_parallel
 from model.config import GPTConfig
 from settings import Settings
-from tests.test_numpy_gpt import faults, train_step, without_torch
+from tests.test_numpy_gpt import faults, train_step
 
 SMALL = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, dropout=0.1)
 
@@ -145,17 +145,3 @@ def test_a_model_of_4096_byte_pairs_starts_at_their_logarithm_and_learns():
 )
 def test_a_flag_that_this_backend_cannot_honour_is_refused_by_name(flag, line):
     assert faults("--backend", "engine", *flag.split()) == [line]
-
-
-def test_training_and_sampling_run_where_torch_is_not_installed(tmp_path):
-    tiny = "--backend engine --corpus stdlib --n-layer 2 --n-head 2 --n-embd 16 --block-size 16 --batch-size 4"
-    trained = without_torch("train", f"{tiny} --steps 4 --dtype fp16 --recompute --out run".split(), tmp_path)
-    assert trained.returncode == 0, trained.stderr
-    assert "--recompute" in trained.stdout.split("go on ")[1], "the command to go on forgets a flag"
-    resumed = without_torch("train", ["--resume", "run", "--steps", "6"], tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    sampled = without_torch(
-        "sample", ["--checkpoint", "run", "--backend", "engine", "--prompt", "import", "--tokens", "5"], tmp_path
-    )
-    assert sampled.returncode == 0, sampled.stderr
-    assert sampled.stdout.startswith("import")

@@ -1,5 +1,6 @@
 """Checkpoints opened by transformers, and transformers' models here: small random weights, no network."""
 
+import json
 import sys
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 
 import sample
@@ -157,3 +159,35 @@ def test_without_a_network_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "hf_hub_download", offline)
     with pytest.raises(BadInput, match=r"^gpt2: cannot be downloaded \(no connection\): .*$"):
         published("gpt2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+        ({"scale_attn_weights": False}, "scale_attn_weights is False"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ({"n_head": 0}, "n_head is 0"),
+        ({"n_head": 3}, "not divisible by n_head 3"),
+        ({"n_embd": -32}, "n_embd is -32"),
+        ({"n_layer": 3}, "h.2.mlp.c_fc.weight"),
+        ({"n_positions": 64}, "wpe.weight"),
+        ({"vocab_size": 255}, "wte.weight"),
+    ],
+    ids=str,
+)
+def test_a_model_that_is_not_computed_here_is_refused_in_one_line(changes, line, tmp_path):
+    folder = save(tmp_path, initial_weights(CONFIG, 0))
+    (folder / "manifest.json").unlink()  # as a folder of transformers, whose files have no hashes
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(BadInput, match=line):
+        checkpoint.load_model(folder)
+
+
+def test_bf16_files_are_refused_in_one_line(tmp_path):
+    folder = save(tmp_path, initial_weights(CONFIG, 0))
+    (folder / "manifest.json").unlink()
+    safetensors.torch.save_file({"wte.weight": torch.zeros(2, 2).bfloat16()}, folder / "model.safetensors")
+    with pytest.raises(BadInput, match="BF16: save the model in fp32"):
+        checkpoint.load_model(folder)

@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from amp.scaler import DynamicLossScaler
 from data.batches import Batches
 from model import minigpt
 from model.backend import Hardware
@@ -21,6 +20,7 @@ from model.config import GPTConfig, initial_weights, parameters
 from model.minigpt import MiniGPT
 from run.errors import BadInput
 from settings import Settings
+from tests.conftest import assert_same_state, train_steps
 
 CONFIG = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16)
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -191,22 +191,6 @@ def build(mode: str, dropout: float = 0.1, seed: int = 1, **settings):
     return minigpt.build(Settings(lr=3e-3, seed=seed, **settings), MODES[mode], config)
 
 
-def train(backend, data: Batches, steps: range) -> list[float]:
-    """Trains as train.py does, without clipping; the losses of the steps."""
-    scaler = DynamicLossScaler(init_scale=2.0**10)
-    losses = []
-    for step in steps:
-        with backend.autocast():
-            loss = backend.model(*data.get("train", step, 0), key=(1, step, 0))
-        scaler.scale(loss).backward()
-        scaler.step(backend.optimizer)
-        scaler.update()
-        backend.optimizer.zero_grad()
-        losses.append(loss.item())
-    assert scaler.skipped_steps == 0
-    return losses
-
-
 def backend_gradients(backend, key: tuple[int, int, int]) -> dict[str, torch.Tensor]:
     backend.optimizer.zero_grad()
     with backend.autocast():
@@ -240,25 +224,16 @@ def copied(state: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, np.nd
     return {kind: {name: array.copy() for name, array in arrays.items()} for kind, arrays in state.items()}
 
 
-def assert_same_state(ours: dict, theirs: dict) -> None:
-    assert ours.keys() == theirs.keys() == {"model", "optimizer"}
-    for kind, arrays in theirs.items():
-        assert ours[kind].keys() == arrays.keys(), kind
-        for name, array in arrays.items():
-            assert ours[kind][name].dtype == array.dtype, name
-            assert ours[kind][name].tobytes() == array.tobytes(), name
-
-
 @modes
 def test_a_backend_continues_another_one_s_state_bit_by_bit(mode):
     data = batches(batch_size=4)
     first, second = build(mode, seed=1), build(mode, seed=2)
-    train(first, data, range(4))
+    train_steps(first, data, range(4))
     state = first.state()
     kept = copied(state)
     second.load_state(state)
     assert_same_state(second.state(), kept)
-    assert train(first, data, range(4, 8)) == train(second, data, range(4, 8))
+    assert train_steps(first, data, range(4, 8)) == train_steps(second, data, range(4, 8))
     assert_same_state(second.state(), first.state())
     assert_same_state(state, kept)  # neither backend trains in the arrays it gave or took
     assert first.state()["optimizer"]["step"] == 8
@@ -268,8 +243,8 @@ def test_the_state_before_the_first_step_continues_too():
     data = batches(batch_size=4)
     first, second = build("fp32", seed=1), build("fp32", seed=2)
     second.load_state(first.state())
-    train(first, data, range(2))
-    train(second, data, range(2))
+    train_steps(first, data, range(2))
+    train_steps(second, data, range(2))
     assert_same_state(second.state(), first.state())
 
 
@@ -339,7 +314,7 @@ def golden_run(mode: str) -> list[float]:
     """The first ten losses of a small model without dropout, whose random numbers are no promise of PyTorch."""
     config = GPTConfig(vocab_size=29, block_size=16, n_layer=2, n_head=2, n_embd=32)
     backend = minigpt.build(Settings(lr=3e-3, seed=1337), MODES[mode], config)
-    return train(backend, batches(batch_size=8, block_size=16, vocab_size=29), range(10))
+    return train_steps(backend, batches(batch_size=8, block_size=16, vocab_size=29), range(10))
 
 
 # Another CPU adds up in another order. In fp32 that moves a loss by a unit in the last place, 2e-7; in 16 bits it tips

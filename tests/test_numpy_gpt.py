@@ -27,6 +27,7 @@ from model.minigpt import MiniGPT
 from run.errors import BadInput
 from settings import Settings
 from settings import read as read_settings
+from tests.conftest import assert_same_state
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).with_name("golden_losses_numpy.json")
@@ -296,15 +297,6 @@ def backend_gradients(backend, key, scale: float = 1.0, data: Batches | None = N
     return {name: p.grad for g in groups for name, p in zip(g["param_names"], g["params"], strict=True)}
 
 
-def assert_same_state(ours: dict, theirs: dict) -> None:
-    assert ours.keys() == theirs.keys() == {"model", "optimizer"}
-    for kind, arrays in theirs.items():
-        assert ours[kind].keys() == arrays.keys(), kind
-        for name, array in arrays.items():
-            assert ours[kind][name].dtype == array.dtype, name
-            assert ours[kind][name].tobytes() == array.tobytes(), name
-
-
 def test_a_loss_multiplies_divides_and_adds_and_so_do_its_gradients():
     backend = build("fp32", dropout=0.0)
     whole = backend_gradients(backend, (1, 0, 0))
@@ -484,20 +476,6 @@ def without_torch(script: str, argv: list[str], folder: Path) -> subprocess.Comp
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
-
-
-def test_training_and_sampling_run_where_torch_is_not_installed(tmp_path):
-    tiny = "--backend numpy --corpus stdlib --n-layer 1 --n-head 2 --n-embd 16 --block-size 16 --batch-size 4"
-    trained = without_torch("train", f"{tiny} --steps 4 --dtype fp16 --out run".split(), tmp_path)
-    assert trained.returncode == 0, trained.stderr
-    assert (tmp_path / "run" / "step-4" / "model.safetensors").is_file()
-    resumed = without_torch("train", ["--resume", "run", "--steps", "6"], tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    sampled = without_torch(
-        "sample", ["--checkpoint", "run", "--backend", "numpy", "--prompt", "import", "--tokens", "5"], tmp_path
-    )
-    assert sampled.returncode == 0, sampled.stderr
-    assert sampled.stdout.startswith("import")
 
 
 @pytest.mark.parametrize("script", ["train", "sample"])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
-from amp.scaler import DynamicLossScaler
 from data.batches import Batches
 from model import numpy_gpt, numpy_parallel
 from model.config import GPTConfig
 from settings import Settings
+from tests.conftest import train_steps
 
 
 @pytest.mark.parametrize("rows", range(1, 9))
@@ -29,16 +29,7 @@ def trained(monkeypatch, cores: int, batch_size: int) -> dict[str, np.ndarray]:
     config = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, dropout=0.1)
     backend = numpy_gpt.build(Settings(), numpy_gpt.hardware("cpu", "bf16", "auto"), config)
     batches = Batches(np.arange(1000) ** 2 // 7 % 11, 8, batch_size, seed=1)
-    scaler, losses = DynamicLossScaler(2.0**10), []
-    for step in range(3):
-        with backend.autocast():
-            loss = backend.model(*batches.get("train", step, 0), key=(1, step, 0))
-        scaler.scale(loss).backward()
-        scaler.step(backend.optimizer)
-        scaler.update()
-        backend.optimizer.zero_grad()
-        losses.append(loss.item())
-    assert scaler.skipped_steps == 0
+    losses = train_steps(backend, batches, range(3))
     state = backend.state()
     return {"losses": np.array(losses)} | state["model"] | state["optimizer"]
 

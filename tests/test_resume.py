@@ -239,11 +239,13 @@ def newest_step(out: Path) -> int:
 def test_a_library_that_this_backend_does_not_use_is_no_change():
     """As torch's for a run that goes on in NumPy, in a process that never imports it."""
     hardware = Hardware("cpu", "a CPU", "fp32", False, "")
-    kernel = Kernel("numpy", "NumPy's products")
-    compute = hardware._asdict() | {"kernel": "numpy"}
+    kernel = Kernel("numpy/numpy/numpy", "NumPy's products")
+    compute = hardware._asdict() | {"kernel": kernel.code}
     manifest = {"settings": {}, "step": 1, "compute": compute, "versions": {"torch": "2.13", "numpy": "2.4"}}
     assert resume.notes(None, {}, hardware, kernel, {"numpy": "2.4"}, manifest) == []
-    assert resume.notes(None, {}, hardware, kernel, {"numpy": "2.5"}, manifest) != []
+    assert "2.5 (was 2.4)" in resume.notes(None, {}, hardware, kernel, {"numpy": "2.5"}, manifest)[0]
+    other = kernel._replace(code="cpu/library/library")
+    assert "cpu/library/library (was numpy" in resume.notes(None, {}, hardware, other, {}, manifest)[0]
 
 
 def test_a_copy_of_a_step_is_not_taken_for_a_later_one(run):

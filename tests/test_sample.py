@@ -109,6 +109,12 @@ def test_top_k_keeps_the_k_likeliest():
     assert p[[2, 4]] == pytest.approx(softmax(LOGITS[[2, 4]].astype(np.float64)), rel=1e-12)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_temperature_of_next_to_nothing_takes_the_likeliest_without_a_warning():
+    assert probabilities(LOGITS, 1e-320).argmax() == 2
+    assert probabilities(LOGITS, 1e-320)[2] == 1.0
+
+
 def test_top_k_beyond_the_vocabulary_is_the_vocabulary():
     assert probabilities(LOGITS, 1.0, top_k=1000).tolist() == probabilities(LOGITS, 1.0).tolist()
 

@@ -86,6 +86,7 @@ def test_fingerprints_are_equal_exactly_where_vocabularies_are(one, other):
     [
         {},
         {"kind": None, "characters": "ab"},
+        {"kind": ["char"], "characters": "ab"},
         {"kind": "words", "characters": "ab"},
         {"kind": "char"},
         {"kind": "char", "characters": ""},

@@ -1,6 +1,9 @@
 """--verify-resume, and what it would find."""
 
+import os
 import shutil
+import signal
+import tempfile
 
 import numpy as np
 import pytest
@@ -87,3 +90,14 @@ def test_a_log_that_differs_is_named_by_step_and_column(pair):
     log = (rest / "log.csv").read_text()
     (rest / "log.csv").write_text(log.replace(str(row.grad_norm), "0.25"))
     assert first_difference(whole, rest, 2, 4) == f"log, step 4, grad_norm: {row.grad_norm} and 0.25"
+
+
+def test_sigterm_ends_the_proof_and_clears_its_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(verify, "_run", lambda script, flags: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        verify.verify_resume("train.py", [], [])
+    assert ended.value.code == 143
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
