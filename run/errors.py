@@ -37,7 +37,6 @@ def run_script(name: str, script: Callable[[], None]) -> int:
             print(f"{name}: error: {line}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush would complain
         return 128 + 13
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted", file=sys.stderr)

@@ -42,7 +42,7 @@ def test_closed_streams(closed):
 
 
 def test_a_reader_who_leaves_ends_a_script_quietly():
-    many = "[print('x' * 99, flush=True) for _ in range(10**4)]"  # what a flush could not write stays for the last one
+    many = "[print('x' * 99, flush=True) for _ in range(10**4)]"
     many = f"import sys; from run.errors import run_script; sys.exit(run_script('x', lambda: {many}))"
     command = ["bash", "-c", f'{sys.executable} -c "{many}" | head -c 10; echo ${{PIPESTATUS[0]}}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
