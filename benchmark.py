@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-from run.errors import BadInput, run_script
+from base.errors import BadInput, run_script
 
 BENCHMARKS = ("gemv", "decode", "step", "precision", "traffic")
 

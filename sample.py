@@ -2,19 +2,19 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data import tokenizer as tokenizers
-from data.tinyshakespeare import read_text
-from model import backend as backends
+from base.errors import BadInput, run_script
+from base.flags import flag, name_of, read_flags
+from data import tokenizers
+from data.corpus import read_text
+from model import backends, hugging_face
 from model.config import GPTConfig
-from run import checkpoint, hugging_face
-from run.errors import BadInput, run_script
-from run.flags import flag, name_of, read_flags
+from model.generate import generate, start_of_text
+from run import checkpoint
 from settings import Settings
 
 
@@ -42,61 +42,6 @@ class SampleSettings:
         "how our bf16 kernel holds weights: bf16, rounded once, or fp32, rounded as they are read; default: bf16",
         ("bf16", "fp32"),
     )
-
-
-def probabilities(logits: np.ndarray, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> np.ndarray:
-    """Logits (V,) -> probabilities (V,), fp64: softmax of logits / temperature; the top k; of those the top p.
-
-    The token with which the sum reaches `top_p` is kept (Holtzman et al. 2020, "nucleus sampling"); what is left sums
-    to 1 again. BadInput where a logit is NaN or inf.
-    """
-    logits = logits.astype(np.float64)
-    if not np.isfinite(logits).all():
-        raise BadInput("the model's logits are not finite: its weights are damaged or its training diverged")
-    if temperature == 0:
-        return np.eye(len(logits))[logits.argmax()]
-    with np.errstate(over="ignore"):  # a temperature of next to nothing: e^-inf is 0
-        p = np.exp((logits - logits.max()) / temperature)
-    likeliest = np.argsort(-p, kind="stable")
-    if top_k is not None:
-        p[likeliest[top_k:]] = 0
-    p /= p.sum()
-    before = np.cumsum(p[likeliest]) - p[likeliest]  # the probability of all likelier tokens
-    p[likeliest[before >= top_p]] = 0
-    return p / p.sum()
-
-
-def generate(
-    logits: Callable[[np.ndarray], np.ndarray],
-    tokens: np.ndarray,
-    block_size: int,
-    count: int,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    seed: int | list[int] = 0,
-) -> Iterator[int]:
-    """Yields `count` tokens, each drawn from the model's distribution given at most the last `block_size` before it.
-
-    logits: int64 (1, T) -> (1, V), of the last position. tokens: the prompt, int (n,), n >= 1.
-    """
-    random, context = np.random.default_rng(seed), [int(token) for token in tokens]
-    context = context[-block_size:]
-    for _ in range(count):
-        if len(context) > block_size:  # full: drop the oldest half, so that a cache is filled again only now and then
-            context = context[-max(1, block_size // 2) :]
-        row = logits(np.array([context], dtype=np.int64))[0]  # (V,)
-        token = int(random.choice(len(row), p=probabilities(row, temperature, top_k, top_p)))
-        context.append(token)
-        yield token
-
-
-def start_of_text(tokenizer) -> np.ndarray:
-    """What an empty prompt starts from: a newline, or the first token where the vocabulary has none."""
-    try:
-        return tokenizer.encode("\n")
-    except BadInput:
-        return np.zeros(1, dtype=np.int32)
 
 
 def encode_prompt(tokenizer, prompt: str, unknown: str) -> np.ndarray:

@@ -12,13 +12,41 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import data.corpus
 from amp.formats import FORMATS
-from data import tinyshakespeare, tokenizer
-from model import backend
-from model.config import PRESETS
+from base.errors import BadInput
+from base.flags import flag, name_of, read_flags
+from data import tokenizers
+from model import backends
 from run import checkpoint
-from run.errors import BadInput
-from run.flags import flag, name_of, read_flags
+
+# Settings of train.py by preset; flags on the command line go before these.
+PRESETS = {
+    "cpu": dict(
+        n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0,
+        lr=4e-3, warmup=100, steps=2000, weight_decay=0.1, beta2=0.99, eval_every=250,
+    ),
+    "gpu": dict(
+        n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=32, dropout=0.1,
+        lr=1e-3, warmup=100, steps=2000, weight_decay=0.1, beta2=0.99, eval_every=250,
+    ),
+    "numpy": dict(
+        backend="numpy", n_layer=2, n_head=4, n_embd=128, block_size=128, batch_size=8, accumulation=4, dropout=0.0,
+        lr=4e-3, warmup=200, steps=2000, weight_decay=0.1, beta2=0.95, eval_every=250,
+    ),
+    "bpe4k": dict(
+        n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8, dropout=0.0, tokenizer="bpe",
+        lr=1e-3, warmup=100, steps=2000, weight_decay=0.1, beta2=0.99, eval_every=500,
+    ),
+    "50m": dict(
+        n_layer=12, n_head=9, n_embd=576, block_size=512, batch_size=16, dropout=0.1,
+        lr=6e-4, warmup=200, steps=5000, weight_decay=0.1, beta2=0.95, eval_every=500,
+    ),
+    "gpt2": dict(
+        n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=4, accumulation=8, dropout=0.1,
+        lr=6e-4, warmup=200, steps=5000, weight_decay=0.1, beta2=0.95, eval_every=500,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,7 +56,7 @@ class Settings:
     preset: str = flag(
         "auto", "sizes and recipe; auto: gpu on CUDA, else cpu, whose values this list shows", ("auto", *PRESETS)
     )
-    backend: str = flag("torch", "what computes the gradients", tuple(backend.MODULES))
+    backend: str = flag("torch", "what computes the gradients", tuple(backends.MODULES))
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps (mps is not tested); auto: CUDA where there is one")
     dtype: str = flag(
         "auto",
@@ -67,7 +95,7 @@ class Settings:
     seed: int = flag(1337, "first weights, rows and dropout")
 
     corpus: str = flag("tinyshakespeare", "tinyshakespeare, stdlib, or a text file")
-    tokenizer: str = flag("char", "text to tokens", tuple(tokenizer.TOKENIZERS))
+    tokenizer: str = flag("char", "text to tokens", tuple(tokenizers.TOKENIZERS))
     vocab_size: int | None = flag(None, "tokens that --tokenizer bpe learns, 256 or more; default: 4096")
 
     eval_every: int = flag(250, "steps between validations; 0: only at the end")
@@ -99,7 +127,7 @@ class Request(NamedTuple):
 
     settings: Settings  # nothing in it is "auto" any more
     asked: dict  # the values before derivation, for the checkpoint: a resumed run derives anew from changed flags
-    hardware: backend.Hardware
+    hardware: backends.Hardware
     resume_from: Path | None  # a step folder
     notes: tuple[str, ...] = ()  # for the header: newer checkpoints that are damaged
 
@@ -157,11 +185,11 @@ def read(argv: list[str] | None) -> Request:
         except BadInput as error:
             faults.append(str(error))
             asked["dtype"] = "auto"
-    if (name := asked.get("backend", Settings.backend)) in backend.MODULES:
+    if (name := asked.get("backend", Settings.backend)) in backends.MODULES:
         chosen = (flags.get("device", "auto"), asked.get("dtype", "auto"), asked.get("emulation", "auto"))
         try:
-            refused = backend.refused(name, flags)
-            hardware = backend.module(name).hardware(*chosen)
+            refused = backends.refused(name, flags)
+            hardware = backends.module(name).hardware(*chosen)
             if adopted:
                 hardware = hardware._replace(how=f"{hardware.how} (adopted by measurement: {ADOPTED.name})")
         except BadInput as error:
@@ -174,7 +202,7 @@ def read(argv: list[str] | None) -> Request:
     faults += [*refused.values(), *_faults(settings, honoured, hardware, resume_from)]
     if faults:
         raise BadInput("\n".join(faults))
-    if settings.corpus not in tinyshakespeare.NAMES:
+    if settings.corpus not in data.corpus.NAMES:
         settings = replace(settings, corpus=os.path.abspath(settings.corpus))  # a resumed run may start elsewhere
     if settings.tokenizer == "bpe" and settings.vocab_size is None:
         settings = replace(settings, vocab_size=BPE_VOCAB_SIZE)
@@ -192,7 +220,7 @@ def read(argv: list[str] | None) -> Request:
     return Request(settings, asked, hardware, resume_from, tuple(damaged))
 
 
-def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_from: Path | None) -> list[str]:
+def _faults(s: Settings, flags: dict, hardware: backends.Hardware | None, resume_from: Path | None) -> list[str]:
     """What is wrong with the values, each in one line that names the flag."""
     faults = []
 
@@ -256,8 +284,8 @@ def _faults(s: Settings, flags: dict, hardware: backend.Hardware | None, resume_
             found = any(shutil.which(compiler) for compiler in compilers)
             require(found, f"--compile: needs a C++ compiler on the CPU: none of {', '.join(compilers)} is there")
         require(hardware.device != "mps", "--compile: not supported on mps")
-    if s.corpus not in tinyshakespeare.NAMES:
-        names = ", ".join(tinyshakespeare.NAMES)
+    if s.corpus not in data.corpus.NAMES:
+        names = ", ".join(data.corpus.NAMES)
         found, readable = os.path.isfile(s.corpus), os.access(s.corpus, os.R_OK)
         if os.path.exists(s.corpus):
             require(found, f"--corpus {s.corpus}: not a file: use a text file, or {names}")

@@ -11,22 +11,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 from amp.scaler import DynamicLossScaler, TooManySkips
-from data import tokenizer as tokenizers
+from base.errors import run_script, say
+from data import tokenizers
 from data.batches import Batches, mean_loss
-from data.tinyshakespeare import load_corpus
-from model import backend as backends
-from model.config import GPTConfig, flops_per_token, parameter_count, peak_flops
+from data.corpus import load_corpus
+from model import backends
+from model.backends import Backend
+from model.config import GPTConfig, parameter_count
+from model.cost import flops_per_token, peak_flops
+from model.generate import generate, start_of_text
 from optim.schedule import learning_rate
 from run import checkpoint, resume
-from run.errors import run_script, say
 from run.folder import open_folder
 from run.log import Log, Row, read_log
-from run.plot import plot
-from run.progress import Progress, thousands
 from run.stop import Stop, Stopped
 from run.verify import NotExact, verify_resume
-from sample import generate, start_of_text
 from settings import MAX_SCALE, Request, Settings, read
+from watch.plot import plot
+from watch.progress import Progress, thousands
 
 EVALUATION_TOKENS = 8192  # at a time: enough to be quick, few enough for the logits of a large vocabulary
 SAMPLE_TOKENS = 200
@@ -34,6 +36,26 @@ SAMPLE_TOKENS = 200
 
 class Diverged(RuntimeError):
     """The run came to its end, but not to a model."""
+
+
+def step(backend: Backend, scaler: DynamicLossScaler, batches: Batches, settings: Settings, number: int):
+    """One optimizer step on the rows of step `number`. Returns the losses of its micro-batches and the gradient norm.
+
+    Both are as the backend has them, on the device: to read them is for those who need the numbers.
+    """
+    optimizer, losses = backend.optimizer, []
+    for micro in range(settings.accumulation):
+        x, y = batches.get("train", number, micro)
+        with backend.autocast():
+            loss = backend.model(x, y, key=(settings.seed, number, micro))
+        scaler.scale(loss / settings.accumulation).backward()
+        losses.append(loss.detach())
+    scaler.unscale_(optimizer)  # the one host read; before the clip, or the threshold is off by the scale
+    grad_norm = backend.clip_grad_norm_(settings.clip or math.inf)
+    scaler.step(optimizer)  # skipped when a gradient is inf or NaN
+    scaler.update()  # backs off after a skip, grows after many good steps
+    optimizer.zero_grad(set_to_none=True)
+    return losses, grad_norm
 
 
 def train(request: Request) -> None:
@@ -67,7 +89,6 @@ def train(request: Request) -> None:
     print_header(settings, hardware, backend.kernel, config, corpus, batches, out, first_step, notes)
 
     optimizer = backend.optimizer
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tokens_per_step = settings.accumulation * settings.batch_size * settings.block_size
     evaluation_rows = max(1, EVALUATION_TOKENS // settings.block_size)
     with (
@@ -80,25 +101,14 @@ def train(request: Request) -> None:
         seconds, started, last_row_at = log.seconds, time.perf_counter(), first_step
         replace = settings.overwrite  # with the first checkpoint: until then the old run stays
         saved, unsaved = None, None  # the step that was saved last; why the last save failed, if it did
-        for step in range(first_step, settings.steps):
-            lr = learning_rate(step, settings.steps, settings.lr, settings.min_lr, settings.warmup)
+        for number in range(first_step, settings.steps):
+            lr = learning_rate(number, settings.steps, settings.lr, settings.min_lr, settings.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            losses = []
-            for micro in range(settings.accumulation):
-                x, y = batches.get("train", step, micro)
-                with backend.autocast():
-                    loss = backend.model(x, y, key=(settings.seed, step, micro))
-                scaler.scale(loss / settings.accumulation).backward()
-                losses.append(loss.detach())
-            scaler.unscale_(optimizer)  # the one host read; before the clip, or the threshold is off by the scale
-            grad_norm = backend.clip_grad_norm_(parameters, settings.clip or math.inf)
-            scaler.step(optimizer)  # skipped when a gradient is inf or NaN
-            scaler.update()  # backs off after a skip, grows after many good steps
-            optimizer.zero_grad(set_to_none=True)
+            losses, grad_norm = step(backend, scaler, batches, settings, number)
             progress.advance()
 
-            done, first, last = step + 1, step == first_step, step + 1 == settings.steps
+            done, first, last = number + 1, number == first_step, number + 1 == settings.steps
             validate = last or is_due(settings.eval_every, done)
             save = last or is_due(settings.save_every, done)
             to_log = validate or save or done == 1 or is_due(settings.log_every, done)  # the same rows after a resume

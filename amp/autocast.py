@@ -100,7 +100,7 @@ def _kernels():
 
 def who_rounds(device: torch.device) -> str:
     """For the header, and before the first step: loads the loops that round on a CPU, which may build them."""
-    return "csrc/bf16_gemv_cpu.cpp" if device.type == "cpu" and _kernels() else "PyTorch's casts"
+    return "csrc/bf16_linear_cpu.cpp" if device.type == "cpu" and _kernels() else "PyTorch's casts"
 
 
 def _operand(value, dtype: torch.dtype):

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from base.errors import BadInput
+from base.flags import flag, read_flags
 from benchmarks.gemv import read_bandwidth
 from benchmarks.report import around, finish, seconds, share, speeds
 from csrc import build
-from model import backend as backends
+from model import backends
 from model.bf16_linear import bf16_linear
-from model.config import PRESETS, GPTConfig, initial_weights, parameter_count
+from model.config import GPTConfig, initial_weights, parameter_count
 from model.decode import decoder
 from run import checkpoint
-from run.errors import BadInput
-from run.flags import flag, read_flags
+from settings import PRESETS
 
 VOCABULARY = 50257  # of presets whose tokenizer decides it
 ROUNDING = 2**-7  # of the largest logit: what rounding the weights to bf16 may move one

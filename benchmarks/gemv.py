@@ -2,7 +2,7 @@
 
 One vector times the matrices of the presets and of GPT-2, for weights held in fp32 (rounded on load) and in bf16. Every
 call takes another copy of the weights, so that none comes from a cache. On CUDA the calls are captured into a graph:
-what is compared is kernels, not launches; there the versions of csrc/bf16_gemv.cu stand side by side.
+what is compared is kernels, not launches; there the versions of csrc/bf16_linear.cu stand side by side.
 """
 
 import statistics
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from base.errors import BadInput
+from base.flags import flag, read_flags
 from benchmarks.report import RESULTS, Row, Times, around, finish, keep_picture, seconds, share, speeds
 from csrc import build
-from model import backend as backends
-from run.errors import BadInput
-from run.flags import flag, read_flags
+from model import backends
 
 SHAPES = ((128, 512), (384, 1536), (768, 3072), (3072, 768), (50257, 768), (4096, 4096))  # (M, K)
 TRAINING = (8192, 384, 1536)  # (N, M, K): mlp.c_proj of the preset gpu

@@ -15,11 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from base.errors import BadInput
 from benchmarks.report import RESULTS, ROOT
-from model import backend as backends
-from model.config import GPTConfig, flops_per_token, peak_flops
+from model import backends
+from model.config import GPTConfig
+from model.cost import flops_per_token, peak_flops
 from run.checkpoint import find, read_manifest
-from run.errors import BadInput
 from run.log import read_log
 
 BENCHMARKS = (

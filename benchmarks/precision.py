@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from amp.formats import FORMATS
+from base.errors import BadInput
+from base.flags import flag, read_flags
 from benchmarks.report import RESULTS, ROOT, Row, around, finish, keep
 from benchmarks.worker import peak_mb
-from model.config import PRESETS
 from run import log
-from run.errors import BadInput
-from run.flags import flag, read_flags
-from settings import Request, read
+from settings import PRESETS, Request, read
 
 LOW = tuple(name for name in FORMATS if name != "fp32")
 

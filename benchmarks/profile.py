@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from base.errors import BadInput
 from benchmarks.report import RESULTS
 from benchmarks.worker import VOCABULARY, config_of, ours
-from model import backend as backends
-from model.config import PRESETS
-from run.errors import BadInput
+from model import backends
+from settings import PRESETS
 
 STEPS = 20
 KINDS = {  # words in the names of PyTorch's operations; the first kind that fits

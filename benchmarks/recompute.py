@@ -10,9 +10,8 @@ import numpy as np
 
 from benchmarks.report import Row, seconds
 from benchmarks.worker import VOCABULARY, config_of
-from model import backend as backends
-from model.config import PRESETS
-from settings import Settings
+from model import backends
+from settings import PRESETS, Settings
 
 
 def rows(
@@ -49,13 +48,11 @@ def between(n_layer: int) -> list[int]:
 
 
 def _step(backend, x, y):
-    parameters = [parameter for group in backend.optimizer.param_groups for parameter in group["params"]]
-
     def step():
         with backend.autocast():
             loss = backend.model(x, y, key=(0, 0, 0))
         loss.backward()
-        backend.clip_grad_norm_(parameters, 1.0)
+        backend.clip_grad_norm_(1.0)
         backend.optimizer.step()
         backend.optimizer.zero_grad(set_to_none=True)
         return loss.item()  # waits for a device

@@ -15,13 +15,14 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from base.errors import BadInput
+from base.flags import flag, read_flags
 from benchmarks import profile, recompute, time_to_loss
 from benchmarks.report import ROOT, Row, around, finish, speeds
 from benchmarks.worker import config_of
-from model import backend as backends
-from model.config import PRESETS, flops_per_token, peak_flops
-from run.errors import BadInput
-from run.flags import flag, read_flags
+from model import backends
+from model.cost import flops_per_token, peak_flops
+from settings import PRESETS
 
 DTYPES = ("fp32", "bf16", "fp16")
 WARM_UP, CHECKED = 8, 3  # steps

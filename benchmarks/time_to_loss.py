@@ -16,9 +16,9 @@ import numpy as np
 
 from benchmarks.report import RESULTS, ROOT, Row, finish, keep_picture
 from data.batches import Batches, mean_loss
-from data.tinyshakespeare import load_corpus
-from data.tokenizer import train as train_tokenizer
-from model import backend as backends
+from data.corpus import load_corpus
+from data.tokenizers import train as train_tokenizer
+from model import backends
 from model.config import GPTConfig, initial_weights
 from optim.schedule import learning_rate
 from run.log import read_log

@@ -1,4 +1,4 @@
-"""What each version of csrc/bf16_gemv.cu moves, counted on a CPU: the ladder's table, on any machine with g++.
+"""What each version of csrc/bf16_linear.cu moves, counted on a CPU: the ladder's table, on any machine with g++.
 
 Counted are the 32-byte sectors that each request of a warp touches, as if there were no cache: what a version moves
 beyond the bytes it needs is what it asks the caches to save.
@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from amp.formats import to_bf16_bits
+from base.errors import BadInput
+from base.flags import flag, read_flags
 from benchmarks.report import around, finish
-from run.errors import BadInput
-from run.flags import flag, read_flags
-from tests.cuda_on_cpu.emulator import COMPILER, aligned, counters, library, linear
+from csrc.cuda_on_cpu.emulator import COMPILER, aligned, counters, library, linear
 
 IDEAS = ["a thread per row", "a warp per row", "16-byte loads", "rows and splits", "8 vectors at once", "tensor cores"]
 VECTORS = [1, 1, 1, 1, 8, 128]  # what each version is for

@@ -15,9 +15,9 @@ from contextlib import redirect_stdout
 import numpy as np
 
 from amp.scaler import DynamicLossScaler
-from model import backend as backends
-from model.config import PRESETS, GPTConfig, initial_weights
-from settings import MAX_SCALE, Settings
+from model import backends
+from model.config import GPTConfig, initial_weights
+from settings import MAX_SCALE, PRESETS, Settings
 
 VOCABULARY, BATCHES = 65, 32
 
@@ -67,7 +67,6 @@ def ours(spec: dict, config: GPTConfig):
     low = spec["dtype"] != "fp32"
     scaler = DynamicLossScaler(2.0**15 if low else 1.0, growth_interval=500, max_scale=MAX_SCALE if low else 1.0)
     optimizer = backend.optimizer
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = itertools.count()
 
     def step(x, y, call=lambda function, *arguments: function(*arguments)):
@@ -75,7 +74,7 @@ def ours(spec: dict, config: GPTConfig):
             loss = backend.model(x, y, key=(0, next(keys), 0))
         call(scaler.scale, loss).backward()
         call(scaler.unscale_, optimizer)
-        backend.clip_grad_norm_(parameters, 1.0)
+        backend.clip_grad_norm_(1.0)
         scaler.step(optimizer)
         call(scaler.update)
         optimizer.zero_grad(set_to_none=True)

@@ -7,7 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include "bf16_gemv_cpu.h"
+#include "bf16_linear_cpu.h"
 
 #ifdef WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -70,7 +70,7 @@ at::Tensor linear_cuda(at::Tensor x, at::Tensor weight, std::optional<at::Tensor
 }
 #endif
 
-// x (..., K), weight (M, K), bias (M) -> (..., M). `version` picks a rung of bf16_gemv.cu; a CPU has but one.
+// x (..., K), weight (M, K), bias (M) -> (..., M). `version` picks a rung of bf16_linear.cu; a CPU has but one.
 at::Tensor linear(at::Tensor x, at::Tensor weight, std::optional<at::Tensor> bias, int64_t version) {
 #ifdef WITH_CUDA
     if (x.is_cuda()) return linear_cuda(x, weight, bias, version);
@@ -80,7 +80,7 @@ at::Tensor linear(at::Tensor x, at::Tensor weight, std::optional<at::Tensor> bia
     return linear_cpu(x, weight, bias);
 }
 
-// The version of bf16_gemv.cu that suits n vectors and weight (M, K) on the current device.
+// The version of bf16_linear.cu that suits n vectors and weight (M, K) on the current device.
 int64_t choice(int64_t n, int64_t m, int64_t k, bool x_bf16, bool weight_bf16) {
 #ifdef WITH_CUDA
     int version = AUTO;

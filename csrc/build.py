@@ -22,12 +22,12 @@ from types import ModuleType
 import torch
 from filelock import FileLock, Timeout
 
-from run.cache import cache_folder
-from run.errors import BadInput, run_script
+from base.cache import cache_folder
+from base.errors import BadInput, run_script
 
 HERE = Path(__file__).resolve().parent
-CPU_SOURCES, CUDA_SOURCES = ("bindings.cpp", "bf16_gemv_cpu.cpp"), ("bf16_gemv.cu",)
-HEADERS = ("bf16_gemv.h", "bf16_gemv_cpu.h")
+CPU_SOURCES, CUDA_SOURCES = ("bindings.cpp", "bf16_linear_cpu.cpp"), ("bf16_linear.cu",)
+HEADERS = ("bf16_linear.h", "bf16_linear_cpu.h")
 LOCK_SECONDS = 300  # to wait for another process that builds
 
 _loaded: ModuleType | None = None
@@ -64,7 +64,7 @@ def cuda_reason() -> str | None:
 
 
 def build(cuda: bool) -> ModuleType:
-    """Finds or builds the extension, with or without bf16_gemv.cu, and imports it."""
+    """Finds or builds the extension, with or without bf16_linear.cu, and imports it."""
     if sys.platform == "win32":
         raise Unavailable("the kernels need g++ or clang++, which PyTorch does not use on Windows")
     if shutil.which(compiler()) is None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from run.errors import BadInput
+from base.errors import BadInput
 
 SPLITS = ("train", "val")
 

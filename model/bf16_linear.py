@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from amp.autocast import native_units
 from csrc import build
-from model.backend import Kernel
+from model.backends import Kernel
 
 LIBRARY = "library/library/library"
 SCHEMA = "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor"
@@ -134,7 +134,7 @@ def own(kernel: str, device: torch.device, shape: tuple[int, int, int]) -> Choic
         raise build.Unavailable(f"csrc/ has code for cpu and cuda, not for {device.type}")
     kernels = build.load()
     if device.type == "cpu":
-        code, file = "cpu", f"csrc/bf16_gemv_cpu.cpp, {kernels.instruction_set()}"
+        code, file = "cpu", f"csrc/bf16_linear_cpu.cpp, {kernels.instruction_set()}"
     elif not kernels.with_cuda:
         raise build.Unavailable(f"csrc/ is built without CUDA: {build.cuda_reason()}")
     else:
@@ -142,6 +142,6 @@ def own(kernel: str, device: torch.device, shape: tuple[int, int, int]) -> Choic
             version = kernels.choice(*shape, True, False)  # bf16 x, fp32 master weights
         if version != 5 and kernel == "auto":
             raise build.Unavailable(f"no tensor cores for this card or shape (--kernel own takes v{version})")
-        code, file = f"cuda-v{version}", f"csrc/bf16_gemv.cu, v{version}{' on tensor cores' if version == 5 else ''}"
+        code, file = f"cuda-v{version}", f"csrc/bf16_linear.cu, v{version}{' on tensor cores' if version == 5 else ''}"
     how = f"bf16_linear with our own forward ({file}), PyTorch's products for dx and dW"
     return Choice(bf16_linear, Kernel(f"{code}/library/library", how))

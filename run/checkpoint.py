@@ -19,12 +19,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as dump_tensors
 
-from run import hugging_face
-from run.errors import BadInput
+from base import files
+from base.errors import BadInput
+from model import hugging_face
 
 FORMAT_VERSION = 2
 STEP_FOLDER = re.compile(r"step-(\d+)", re.ASCII)
@@ -57,40 +56,40 @@ def save(
     replace: the folder holds another run, which goes once the new checkpoint is whole. NotSaved on a full disk, say.
     """
     weights = hugging_face.weights_of(arrays["model"])
-    files = {
-        "config.json": _json(hugging_face.config_of(config)),
+    contents = {
+        "config.json": files.to_json(hugging_face.config_of(config)),
         "model.safetensors": dump_tensors(_contiguous(weights), metadata={"format": "pt"}),
-        "minigpt_tokenizer.json": _json(tokenizer),
+        "minigpt_tokenizer.json": files.to_json(tokenizer),
         "optimizer.safetensors": dump_tensors(_contiguous(arrays["optimizer"])),
     }
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     manifest = {"format_version": FORMAT_VERSION, "step": step, **manifest, "sha256": hashes}
-    files["manifest.json"] = _json(manifest | {"digest": _digest(manifest)})
+    contents["manifest.json"] = files.to_json(manifest | {"digest": _digest(manifest)})
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _write_folder(out, step, files)
+        _write_folder(out, step, contents)
         if replace:
             _remove_others(out, step)
-        _point(out / "latest.json", {"step": step})
+        files.replace(out / "latest.json", files.to_json({"step": step}))
         if best:
-            _point(out / "best.json", {"step": step, "val": manifest["best_val"]})
+            files.replace(out / "best.json", files.to_json({"step": step, "val": manifest["best_val"]}))
     except OSError as error:
-        needed, free = sum(map(len, files.values())), _free_bytes(out)
+        needed, free = sum(map(len, contents.values())), _free_bytes(out)
         why = f"{error.strerror}: {needed:,} bytes needed, {free:,} free in {out}"
         raise NotSaved(f"step {step} is not saved: {why}") from error
     _remove_old(out)
     return out / f"step-{step}"
 
 
-def _write_folder(out: Path, step: int, files: dict[str, bytes]) -> None:
-    """All of `files` in out/step-N, or none of them."""
+def _write_folder(out: Path, step: int, contents: dict[str, bytes]) -> None:
+    """All of `contents` in out/step-N, or none of them."""
     temporary, final = out / f".step-{step}.{os.getpid()}.tmp", out / f"step-{step}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
-        for name, content in files.items():
-            _write(temporary / name, content)
-        _flush_folder(temporary)
+        for name, content in contents.items():
+            files.write(temporary / name, content)
+        files.flush_folder(temporary)
         aside = out / f".step-{step}.{os.getpid()}.old"
         if final.exists():
             final.rename(aside)
@@ -103,55 +102,30 @@ def _write_folder(out: Path, step: int, files: dict[str, bytes]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _flush_folder(out)
+    files.flush_folder(out)
 
 
 def load(folder: Path) -> tuple[dict[str, dict[str, np.ndarray]], dict, dict]:
     """A step folder -> (arrays as Backend.load_state takes them, tokenizer description, manifest), hashes checked."""
     manifest = read_manifest(folder)
-    files = {name: _read_checked(folder / name, expected) for name, expected in manifest["sha256"].items()}
+    contents = {name: files.read_checked(folder / name, expected) for name, expected in manifest["sha256"].items()}
     model, optimizer, tokenizer = "model.safetensors", "optimizer.safetensors", "minigpt_tokenizer.json"
     arrays = {
-        "model": hugging_face.read_weights(_tensors(files[model], folder / model)),
-        "optimizer": _tensors(files[optimizer], folder / optimizer),
+        "model": hugging_face.read_weights(hugging_face.tensors(contents[model], folder / model)),
+        "optimizer": hugging_face.tensors(contents[optimizer], folder / optimizer),
     }
-    return arrays, _parse(files[tokenizer], folder / tokenizer), manifest
+    return arrays, files.parse_json(contents[tokenizer], folder / tokenizer), manifest
 
 
 def load_model(folder: Path) -> tuple[dict[str, np.ndarray], dict, dict | None]:
-    """A step folder or a Hugging Face GPT-2 -> (weights, GPTConfig's fields, tokenizer description if there is one).
-
-    Of a step folder the hashes are checked. BadInput where weights and config.json do not fit.
-    """
+    """A step folder or a Hugging Face GPT-2 -> (weights, GPTConfig's fields, tokenizer description if there is one)."""
     hashes = read_manifest(folder)["sha256"] if (folder / "manifest.json").is_file() else {}
-
-    def read(name: str) -> bytes:
-        return _read_checked(folder / name, hashes[name]) if hashes else _read(folder / name)
-
-    sizes = hugging_face.read_config(_parse(read("config.json"), folder / "config.json"), folder / "config.json")
-    weights = hugging_face.read_weights(_tensors(read("model.safetensors"), folder / "model.safetensors"))
-    for name, shape in hugging_face.shapes(sizes).items():  # before a model of those sizes is made
-        if name not in weights or weights[name].shape != shape:
-            found = weights[name].shape if name in weights else "no such tensor"
-            raise BadInput(f"{folder}: {name}: config.json wants {shape}, model.safetensors has {found}")
-    tokenizer = folder / "minigpt_tokenizer.json"
-    return weights, sizes, _parse(read(tokenizer.name), tokenizer) if tokenizer.is_file() else None
-
-
-def _tensors(content: bytes, path: Path) -> dict[str, np.ndarray]:
-    try:
-        return load_tensors(content)
-    except SafetensorError as error:
-        raise BadInput(f"{path}: not readable as safetensors ({error}): use another checkpoint") from None
-    except KeyError as error:  # a type that NumPy lacks
-        raise BadInput(f"{path}: has tensors of type {error.args[0]}: save the model in fp32") from None
-
-
-def _read_checked(path: Path, expected: str) -> bytes:
-    content = _read(path)
-    if hashlib.sha256(content).hexdigest() != expected:
-        raise BadInput(f"{path}: damaged, its sha256 is not the manifest's: use another checkpoint")
-    return content
+    weights, sizes = hugging_face.load(folder)
+    path = folder / "minigpt_tokenizer.json"
+    if not path.is_file():
+        return weights, sizes, None
+    content = files.read_checked(path, hashes[path.name]) if hashes else files.read(path)
+    return weights, sizes, files.parse_json(content, path)
 
 
 def _digest(manifest: dict) -> str:
@@ -217,7 +191,7 @@ def damage(folder: Path) -> str | None:
         if folder.name != f"step-{manifest['step']}":
             return f"{folder}: holds step {manifest['step']}: a copy, or renamed"
         for name, expected in manifest["sha256"].items():
-            _read_checked(folder / name, expected)
+            files.read_checked(folder / name, expected)
     except BadInput as error:
         return str(error)
     return None
@@ -232,7 +206,7 @@ def intact_after(run: Path, step: int) -> Path | None:
 def read_manifest(folder: Path) -> dict:
     """BadInput where it is of another version, altered, or lacks what a resumed run needs."""
     path = folder / "manifest.json"
-    manifest = _read_json(path)
+    manifest = files.read_json(path)
     if (version := manifest.get("format_version")) != FORMAT_VERSION:
         raise BadInput(f"{path}: format version {version}, this version reads {FORMAT_VERSION}")
     for key, kind in MANIFEST.items():
@@ -279,7 +253,7 @@ def set_aside_newer(out: Path, step: int) -> None:
             shutil.rmtree(out / f"step-{number}.damaged", ignore_errors=True)
             (out / f"step-{number}").rename(out / f"step-{number}.damaged")
     if _pointed_or_none(out / "latest.json") != step:
-        _point(out / "latest.json", {"step": step})
+        files.replace(out / "latest.json", files.to_json({"step": step}))
     if (_pointed_or_none(out / "best.json") or 0) > step:
         (out / "best.json").unlink()
 
@@ -323,7 +297,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _pointed(pointer: Path) -> int:
-    step = _read_json(pointer).get("step")
+    step = files.read_json(pointer).get("step")
     if type(step) is not int:
         raise BadInput(f"{pointer}: damaged, no step in it: name a step folder")
     return step
@@ -340,61 +314,6 @@ def _free_bytes(out: Path) -> int:
     return shutil.disk_usage(next(path for path in (out, *out.absolute().parents) if path.exists())).free
 
 
-# ---- files
-
-
-def _point(path: Path, content: dict) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        _write(temporary, _json(content))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _flush_folder(path.parent)
-
-
 def _contiguous(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """safetensors writes the memory behind an array as it lies, so it must lie in C order."""
     return {name: np.asarray(array, order="C") for name, array in arrays.items()}
-
-
-def _json(content: dict) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
-
-
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name != "posix":  # Windows cannot open a folder to flush it
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read ({error.strerror}): use another checkpoint") from None
-
-
-def _read_json(path: Path) -> dict:
-    return _parse(_read(path), path)
-
-
-def _parse(content: bytes, path: Path) -> dict:
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        raise BadInput(f"{path}: damaged, not JSON ({error}): use another checkpoint") from None
-    if not isinstance(value, dict):
-        raise BadInput(f"{path}: damaged, not a JSON object: use another checkpoint")
-    return value

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from base.errors import BadInput
 from run import checkpoint
-from run.errors import BadInput
 
 
 class Lock:

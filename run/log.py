@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from run.errors import BadInput, say
+from base.errors import BadInput, say
 
 
 class Row(NamedTuple):

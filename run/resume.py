@@ -4,8 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from amp.scaler import DynamicLossScaler
+from base.errors import BadInput
 from optim.schedule import learning_rate
-from run.errors import BadInput
 
 SCHEDULE = ("steps", "lr", "min_lr", "warmup")
 HARMLESS = ("corpus", "log_every", "eval_every", "save_every", "max_skips")  # training does not depend on these

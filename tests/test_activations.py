@@ -6,8 +6,10 @@ from torch.nn import functional as F
 
 from benchmarks.activations import _kept, activations
 from model import minigpt
-from model.config import PRESETS, GPTConfig, memory
+from model.config import GPTConfig
+from model.cost import memory
 from model.minigpt import MiniGPT
+from settings import PRESETS
 
 TINY = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16)
 

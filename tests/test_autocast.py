@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from amp import policy
 from amp.autocast import LOW_DTYPES, autocast, native_units
-from model import minigpt
-from model.backend import Hardware
+from model import torch_backend
+from model.backends import Hardware
 from model.config import GPTConfig, initial_weights
 from model.minigpt import MiniGPT
 from settings import Settings
@@ -556,7 +556,7 @@ def test_master_gradients_are_fp32_tensors_with_low_values(emulated, dtype):
 def build(dtype: str, emulated: bool):
     settings = Settings(lr=1e-2, dropout=0.1, seed=3)
     config = GPTConfig(11, 8, n_layer=1, n_head=2, n_embd=16, dropout=0.1)
-    return minigpt.build(settings, Hardware("cpu", "this CPU", dtype, emulated, ""), config)
+    return torch_backend.build(settings, Hardware("cpu", "this CPU", dtype, emulated, ""), config)
 
 
 def weights_after_training(backend, evaluate: bool) -> dict[str, np.ndarray]:

@@ -8,9 +8,8 @@ import torch
 
 import train
 from engine.tensor import Tensor
-from model import backend as backends
-from model import engine_gpt, numpy_gpt
-from model.config import GPTConfig, parameters
+from model import backends, engine_gpt, numpy_gpt
+from model.config import HEAD, TIED, GPTConfig, parameters
 from model.minigpt import MiniGPT
 from run.log import read_log
 from settings import Settings
@@ -44,17 +43,17 @@ def by_torch(x, y):
 
 
 def by_numpy(x, y):
-    weights = random_weights() | {numpy_gpt.HEAD: random_weights()[numpy_gpt.TIED]}
+    weights = random_weights() | {HEAD: random_weights()[TIED]}
     hidden, _ = numpy_gpt.hidden(weights, x, CONFIG)
     losses, cache = numpy_gpt.forward(weights, x, y, CONFIG)
     gradients = numpy_gpt.backward(weights, np.full(len(x), 1 / len(x)), cache, CONFIG)
-    gradients[numpy_gpt.TIED] += gradients.pop(numpy_gpt.HEAD)
-    return (hidden @ weights[numpy_gpt.HEAD].T).reshape(*x.shape, -1), losses.mean(), gradients
+    gradients[TIED] += gradients.pop(HEAD)
+    return (hidden @ weights[HEAD].T).reshape(*x.shape, -1), losses.mean(), gradients
 
 
 def by_engine(x, y):
     weights = {name: Tensor(w, requires_grad=True) for name, w in random_weights().items()}
-    logits = engine_gpt.linear(engine_gpt.hidden(weights, x, CONFIG), weights[numpy_gpt.TIED])
+    logits = engine_gpt.linear(engine_gpt.hidden(weights, x, CONFIG), weights[TIED])
     loss = engine_gpt.forward(weights, x, y, CONFIG).mean()
     loss.backward()
     return logits.data, loss.item(), {name: w.grad for name, w in weights.items()}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from base.errors import BadInput
 from data.batches import Batches, mean_loss, smallest_text
-from run.errors import BadInput
 
 TOKENS = np.arange(1000, dtype=np.int32)  # each token is its own position
 

@@ -10,7 +10,7 @@ import torch
 import benchmark
 from benchmarks import decode, gemv, gpu_check, profile, report, step, time_to_loss
 from csrc import build
-from model.config import PRESETS
+from settings import PRESETS
 
 
 @pytest.fixture

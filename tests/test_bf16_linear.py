@@ -285,7 +285,7 @@ def test_header_and_log_name_the_code(tmp_path, capsys):
         assert train.main([*TINY, "--dtype", "bf16", "--emulation", "on", "--kernel", kernel, "--out", str(out)]) == 0
         header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("kernel"))
         lines[kernel] = header, [row.kernel for row in read_log(out / "log.csv")], read_log(out / "log.csv")[0].loss
-    assert "csrc/bf16_gemv_cpu.cpp" in lines["own"][0]
+    assert "csrc/bf16_linear_cpu.cpp" in lines["own"][0]
     assert lines["own"][1] == ["cpu/library/library"] * 4
     assert lines["library"][1] == lines["off"][1] == ["library/library/library"] * 4
     assert "--kernel off" in lines["off"][0]

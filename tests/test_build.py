@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import BadInput
 from csrc import build
-from run.errors import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_compiler = pytest.mark.skipif(shutil.which(build.compiler()) is None, reason="no C++ compiler")
 LOAD = """
 from csrc import build
-from run.errors import BadInput
+from base.errors import BadInput
 try:
     kernels = build.load()
 except build.Unavailable as error:
@@ -151,7 +151,7 @@ def test_the_compilers_output_is_kept_and_its_cause_told(folder, monkeypatch, tm
     here = tmp_path / "csrc"
     shutil.copytree(build.HERE, here)
     (here / "bindings.cpp").write_text('#include "no_such_header.h"\n')
-    (here / "bf16_gemv_cpu.cpp").write_text("")
+    (here / "bf16_linear_cpu.cpp").write_text("")
     monkeypatch.setattr(build, "HERE", here)
     text = reason()
     assert "no_such_header.h" in text
@@ -196,7 +196,7 @@ def test_the_name_follows_what_the_build_depends_on(monkeypatch, tmp_path):
         changed.add(build.name_of(False))
     here = tmp_path / "csrc"
     shutil.copytree(build.HERE, here)
-    with open(here / "bf16_gemv_cpu.cpp", "a") as file:
+    with open(here / "bf16_linear_cpu.cpp", "a") as file:
         file.write("// a change\n")
     with monkeypatch.context() as patch:
         patch.setattr(build, "HERE", here)

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from data.tokenizer import CharTokenizer
+from base import files
+from base.errors import BadInput
+from data.tokenizers import CharTokenizer
 from model.config import GPTConfig, parameters
 from run import checkpoint
-from run.errors import BadInput
 
 CONFIG = GPTConfig(vocab_size=5, block_size=12, n_layer=2, n_head=2, n_embd=8, dropout=0.1)
 TOKENIZER = CharTokenizer("abcde").describe()
@@ -158,7 +159,7 @@ def test_an_existing_step_is_replaced(tmp_path):
 
 def fails_at_write(monkeypatch, call: int) -> None:
     """The disk is full in the middle of the `call`-th file, counted from 0."""
-    calls, write = iter(range(1000)), checkpoint._write
+    calls, write = iter(range(1000)), files.write
 
     def full(path: Path, content: bytes):
         if next(calls) == call:
@@ -166,7 +167,7 @@ def fails_at_write(monkeypatch, call: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, content)
 
-    monkeypatch.setattr(checkpoint, "_write", full)
+    monkeypatch.setattr(files, "write", full)
 
 
 WRITES = 7  # five files, latest.json, best.json

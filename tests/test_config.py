@@ -9,17 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from model.config import (
-    PEAK_TFLOPS,
-    PRESETS,
-    GPTConfig,
-    flops_per_token,
-    initial_weights,
-    parameter_count,
-    parameters,
-    peak_flops,
-)
+from model.config import GPTConfig, initial_weights, parameter_count, parameters
+from model.cost import PEAK_TFLOPS, flops_per_token, peak_flops
 from model.minigpt import MiniGPT
+from settings import PRESETS
 
 TINY = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16)
 TINY_SHA256 = "252daaf9724ecb962c4a8978796aa28bb27a27f98afac61ef44cca226e52d76a"

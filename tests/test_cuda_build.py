@@ -42,7 +42,7 @@ def test_the_fake_and_the_cpu_kernel_answer(kernels):
 def test_no_kernel_spills_registers(architecture, tmp_path):
     done = subprocess.run(
         [build.nvcc(), "-std=c++17", *build.cuda_flags(), f"-arch=sm_{architecture}", "-Xptxas", "-v"]
-        + ["-cubin", str(build.HERE / "bf16_gemv.cu"), "-o", str(tmp_path / "kernels.cubin")],
+        + ["-cubin", str(build.HERE / "bf16_linear.cu"), "-o", str(tmp_path / "kernels.cubin")],
         capture_output=True,
         text=True,
         check=True,

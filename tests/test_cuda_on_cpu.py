@@ -1,5 +1,7 @@
-"""csrc/bf16_gemv.cu itself, compiled by g++ and run on the CPU: its values, its safety, its traffic. And each check of
-these fails when the source is changed for the worse."""
+"""csrc/bf16_linear.cu itself, compiled by g++ and run on the CPU: its values, its safety, its traffic.
+
+Each check fails when the source is changed for the worse, which is tested too.
+"""
 
 import math
 import mmap
@@ -14,8 +16,8 @@ import pytest
 
 from amp.formats import from_bf16_bits, round_to, to_bf16_bits
 from benchmarks import traffic
-from tests.cuda_on_cpu import emulator
-from tests.cuda_on_cpu.emulator import choice, counters, library, linear
+from csrc.cuda_on_cpu import emulator
+from csrc.cuda_on_cpu.emulator import choice, counters, library, linear
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++ on Linux")

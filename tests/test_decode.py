@@ -120,10 +120,10 @@ def test_the_text_at_temperature_zero_equals_that_without_a_cache(gpt):
 
 
 def test_the_backend_hands_it_out():
-    from model import minigpt
+    from model import torch_backend
     from settings import Settings
 
     hardware = SimpleNamespace(device="cpu", dtype="fp32", emulated=False)
-    backend = minigpt.build(Settings(), hardware, CONFIG)
+    backend = torch_backend.build(Settings(), hardware, CONFIG)
     tokens = contexts(5)[0]
     np.testing.assert_allclose(backend.decoder("fp32")(tokens), backend.logits(tokens), rtol=0, atol=2e-5)

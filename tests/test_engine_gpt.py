@@ -10,9 +10,9 @@ import pytest
 
 from amp.scaler import DynamicLossScaler
 from data.batches import Batches
-from data.tinyshakespeare import load_corpus
-from data.tokenizer import train as train_tokenizer
-from model import engine_gpt, numpy_parallel
+from data.corpus import load_corpus
+from data.tokenizers import train as train_tokenizer
+from model import engine_backend, numpy_threads
 from model.config import GPTConfig
 from settings import Settings
 from tests.test_numpy_gpt import faults, train_step
@@ -22,7 +22,7 @@ SMALL = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, d
 
 def build(config=SMALL, dtype="fp32", **settings):
     settings = Settings(**{"lr": 3e-3, "seed": 1} | settings)
-    return engine_gpt.build(settings, engine_gpt.hardware("cpu", dtype, "auto"), config)
+    return engine_backend.build(settings, engine_backend.hardware("cpu", dtype, "auto"), config)
 
 
 def batches(batch_size: int) -> Batches:
@@ -33,7 +33,7 @@ def batches(batch_size: int) -> Batches:
 def test_the_number_of_cores_does_not_change_a_bit(monkeypatch, batch_size):
     states = []
     for cores in (1, 2):
-        monkeypatch.setattr(numpy_parallel, "cores", lambda cores=cores: cores)
+        monkeypatch.setattr(numpy_threads, "cores", lambda cores=cores: cores)
         backend, scaler = build(dtype="fp16"), DynamicLossScaler(2.0**10)
         losses = [train_step(backend, scaler, step, batches(batch_size)) for step in range(3)]
         states.append({"losses": np.array(losses)} | backend.state()["model"])

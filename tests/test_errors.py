@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from run.errors import say
+from base.errors import say
 
 ROOT = Path(__file__).resolve().parent.parent
-HELLO = (
-    "import sys; from run.errors import run_script; sys.exit(run_script('x', lambda: print('hello', sys.stdin.read())))"
-)
+HELLO = "import sys; from base.errors import run_script; "
+HELLO += "sys.exit(run_script('x', lambda: print('hello', sys.stdin.read())))"
 
 
 class Refusing(io.StringIO):
@@ -43,7 +42,7 @@ def test_closed_streams(closed):
 
 def test_a_reader_who_leaves_ends_a_script_quietly():
     many = "[print('x' * 99, flush=True) for _ in range(10**4)]"
-    many = f"import sys; from run.errors import run_script; sys.exit(run_script('x', lambda: {many}))"
+    many = f"import sys; from base.errors import run_script; sys.exit(run_script('x', lambda: {many}))"
     command = ["bash", "-c", f'{sys.executable} -c "{many}" | head -c 10; echo ${{PIPESTATUS[0]}}']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout.splitlines()[-1], done.stderr) == ("xxxxxxxxxx141", "")

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import train
+from base.errors import BadInput
 from run import checkpoint
-from run.errors import BadInput
 from run.folder import Lock, open_folder
 from run.log import read_log
 from tests.conftest import TINY, numbers

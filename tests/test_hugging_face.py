@@ -12,14 +12,14 @@ import safetensors.torch
 import torch
 
 import sample
-from data.tokenizer import ByteTokenizer
-from model import minigpt
-from model.backend import Hardware
+from base.errors import BadInput
+from data.tokenizers import ByteTokenizer
+from model import torch_backend
+from model.backends import Hardware
 from model.config import GPTConfig, initial_weights, parameters
+from model.hugging_face import published
 from model.minigpt import MiniGPT
 from run import checkpoint
-from run.errors import BadInput
-from run.hugging_face import published
 from settings import Settings
 
 CONFIG = GPTConfig(vocab_size=256, block_size=32, n_layer=2, n_head=2, n_embd=32, dropout=0.1)
@@ -104,7 +104,7 @@ def test_there_and_back_no_byte_changes(tmp_path):
 def test_names_on_disk_are_gpt2s_whatever_wraps_the_model(compiled):
     """torch.compile's wrapper would call them _orig_mod.h.0…, DistributedDataParallel's module.h.0…"""
     settings = Settings(compile=compiled)
-    backend = minigpt.build(settings, Hardware("cpu", "this CPU", "fp32", False, ""), CONFIG)
+    backend = torch_backend.build(settings, Hardware("cpu", "this CPU", "fp32", False, ""), CONFIG)
     names = [p.name for p in parameters(CONFIG)]
     state = backend.state()
     assert sorted(state["model"]) == sorted(names)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from run.errors import BadInput
+from base.errors import BadInput
 from run.log import Log, Row, read_log
 
 ROW = Row(

@@ -13,12 +13,12 @@ import torch
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from base.errors import BadInput
 from data.batches import Batches
-from model import minigpt
-from model.backend import Hardware
+from model import torch_backend
+from model.backends import Hardware
 from model.config import GPTConfig, initial_weights, parameters
 from model.minigpt import MiniGPT
-from run.errors import BadInput
 from settings import Settings
 from tests.conftest import assert_same_state, train_steps
 
@@ -188,7 +188,7 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 def build(mode: str, dropout: float = 0.1, seed: int = 1, **settings):
     config = GPTConfig(CONFIG.vocab_size, CONFIG.block_size, n_layer=2, n_head=2, n_embd=16, dropout=dropout)
-    return minigpt.build(Settings(lr=3e-3, seed=seed, **settings), MODES[mode], config)
+    return torch_backend.build(Settings(lr=3e-3, seed=seed, **settings), MODES[mode], config)
 
 
 def backend_gradients(backend, key: tuple[int, int, int]) -> dict[str, torch.Tensor]:
@@ -296,15 +296,15 @@ def test_evaluation_computes_in_the_backend_s_dtype_without_dropout(mode):
 @pytest.mark.parametrize("device", ["tpu", "", "cpu:1", "cuda:x", "meta"])
 def test_an_unknown_device_is_bad_input(device):
     with pytest.raises(BadInput, match=f"--device {device}: unknown device"):
-        minigpt.hardware(device, "fp32", "auto")
+        torch_backend.hardware(device, "fp32", "auto")
 
 
 def test_hardware_on_the_cpu():
-    assert minigpt.hardware("cpu", "fp32", "auto")[2:4] == ("fp32", False)
-    assert minigpt.hardware("cpu", "auto", "on")[2:4] == ("bf16", True)
-    assert minigpt.hardware("cpu", "fp16", "on")[2:4] == ("fp16", True)
-    assert minigpt.hardware("cpu", "bf16", "off")[2:4] == ("bf16", False)
-    assert "--emulation on" in minigpt.hardware("cpu", "bf16", "on").how
+    assert torch_backend.hardware("cpu", "fp32", "auto")[2:4] == ("fp32", False)
+    assert torch_backend.hardware("cpu", "auto", "on")[2:4] == ("bf16", True)
+    assert torch_backend.hardware("cpu", "fp16", "on")[2:4] == ("fp16", True)
+    assert torch_backend.hardware("cpu", "bf16", "off")[2:4] == ("bf16", False)
+    assert "--emulation on" in torch_backend.hardware("cpu", "bf16", "on").how
 
 
 # ---- golden losses
@@ -313,7 +313,7 @@ def test_hardware_on_the_cpu():
 def golden_run(mode: str) -> list[float]:
     """The first ten losses of a small model without dropout, whose random numbers are no promise of PyTorch."""
     config = GPTConfig(vocab_size=29, block_size=16, n_layer=2, n_head=2, n_embd=32)
-    backend = minigpt.build(Settings(lr=3e-3, seed=1337), MODES[mode], config)
+    backend = torch_backend.build(Settings(lr=3e-3, seed=1337), MODES[mode], config)
     return train_steps(backend, batches(batch_size=8, block_size=16, vocab_size=29), range(10))
 
 
@@ -333,7 +333,7 @@ def test_no_clipping_leaves_gradients_alone_even_where_their_norm_is_beyond_fp32
     parameters = [p for group in backend.optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 3e38)
-    assert backend.clip_grad_norm_(parameters, math.inf) == math.inf
+    assert backend.clip_grad_norm_(math.inf) == math.inf
     assert all((parameter.grad == 3e38).all() for parameter in parameters)
 
 

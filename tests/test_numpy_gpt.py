@@ -17,14 +17,13 @@ import sample
 from amp.autocast import autocast
 from amp.formats import round_to
 from amp.scaler import DynamicLossScaler
+from base.errors import BadInput
 from data.batches import Batches
-from data.tinyshakespeare import load_corpus
-from data.tokenizer import train as train_tokenizer
-from model import backend as backends
-from model import numpy_gpt
-from model.config import GPTConfig, initial_weights, parameters
+from data.corpus import load_corpus
+from data.tokenizers import train as train_tokenizer
+from model import backends, numpy_backend, numpy_gpt
+from model.config import HEAD, TIED, GPTConfig, initial_weights, is_operand, parameters
 from model.minigpt import MiniGPT
-from run.errors import BadInput
 from settings import Settings
 from settings import read as read_settings
 from tests.conftest import assert_same_state
@@ -48,13 +47,13 @@ def batches(batch_size: int, block_size: int = 8, vocab_size: int = 11) -> Batch
 
 
 def tied(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return weights | {numpy_gpt.HEAD: weights[numpy_gpt.TIED]}
+    return weights | {HEAD: weights[TIED]}
 
 
 def summed(gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Both gradients of the tied weight in one."""
-    both = gradients[numpy_gpt.TIED] + gradients[numpy_gpt.HEAD]
-    return {name: g for name, g in gradients.items() if name != numpy_gpt.HEAD} | {numpy_gpt.TIED: both}
+    both = gradients[TIED] + gradients[HEAD]
+    return {name: g for name, g in gradients.items() if name != HEAD} | {TIED: both}
 
 
 def assert_close(name: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> None:
@@ -79,7 +78,7 @@ def test_logits_loss_and_every_gradient_are_those_of_the_torch_backend(block_siz
 
     weights = tied(random_weights())
     hidden, _ = numpy_gpt.hidden(weights, x, CONFIG)
-    logits = (hidden @ weights[numpy_gpt.HEAD].T).reshape(*x.shape, -1)
+    logits = (hidden @ weights[HEAD].T).reshape(*x.shape, -1)
     assert_close("logits", logits, gpt(xt).detach().numpy(), 1e-10)
     losses, cache = numpy_gpt.forward(weights, x, y, CONFIG)
     assert_close("losses of rows", losses, expected.detach().numpy(), 1e-10)
@@ -127,7 +126,7 @@ def test_a_later_token_does_not_change_earlier_ones():
 def narrowed(low: str) -> dict[str, np.ndarray]:
     """The weights as the backend keeps them: operands of products in 16 bits."""
     weights = tied(random_weights(np.float32))
-    return {n: numpy_gpt.narrow(w, low) if numpy_gpt.is_operand(n) else w for n, w in weights.items()}
+    return {n: numpy_gpt.narrow(w, low) if is_operand(n) else w for n, w in weights.items()}
 
 
 @pytest.mark.parametrize("low", LOW)
@@ -182,7 +181,7 @@ def test_activations_kept_in_16_bits_take_at_most_62_percent_of_fp32(low):
     x, y = batches(12, 64, 65).get("train", 0, 0)
     weights, size = tied(initial_weights(config, 1)), {}
     for dtype in ("fp32", low):
-        used = {n: numpy_gpt.narrow(w, dtype) if numpy_gpt.is_operand(n) else w for n, w in weights.items()}
+        used = {n: numpy_gpt.narrow(w, dtype) if is_operand(n) else w for n, w in weights.items()}
         _, cache = numpy_gpt.forward(used, x, y, config, dtype)
         size[dtype] = sum(array.nbytes for array in arrays_of((cache.blocks, cache.ln_f, cache.f, cache.p)))
     assert size[low] <= 0.62 * size["fp32"], size
@@ -192,10 +191,10 @@ def test_activations_kept_in_16_bits_take_at_most_62_percent_of_fp32(low):
 def test_gradients_of_operands_are_rounded_and_others_are_not(low):
     backend = build(low)
     for name, gradient in backend_gradients(backend, (1, 0, 0), scale=2.0**10).items():
-        if name == numpy_gpt.TIED:
+        if name == TIED:
             continue  # the head's is, the embedding's is not
         assert gradient.dtype == np.float32, name
-        assert (round_to(gradient, low) == gradient).all() == numpy_gpt.is_operand(name), name
+        assert (round_to(gradient, low) == gradient).all() == is_operand(name), name
 
 
 def zeros(gradients: dict[str, np.ndarray]) -> dict[str, float]:
@@ -203,7 +202,7 @@ def zeros(gradients: dict[str, np.ndarray]) -> dict[str, float]:
     C = gradients["h.0.attn.c_attn.bias"].size // 3
     shares = {}
     for name, gradient in gradients.items():
-        if numpy_gpt.is_operand(name):
+        if is_operand(name):
             gradient = np.delete(gradient, range(C, 2 * C)) if name.endswith("c_attn.bias") else gradient
             shares[name] = float((gradient == 0).mean())
     return shares
@@ -215,7 +214,7 @@ def test_scaling_saves_the_fp16_gradients_that_would_underflow():
     data, accumulation = batches(64, 64, 65), 32
 
     def gradients(dtype, loss_scale):
-        backend = numpy_gpt.build(Settings(seed=1), numpy_gpt.hardware("cpu", dtype, "auto"), config)
+        backend = numpy_backend.build(Settings(seed=1), numpy_backend.hardware("cpu", dtype, "auto"), config)
         factor = loss_scale / accumulation
         found = backend_gradients(backend, (1, 0, 0), factor, data)
         return {name: gradient / np.float32(factor) for name, gradient in found.items()}
@@ -251,7 +250,7 @@ def test_losses_with_and_without_mixed_precision_agree_within_0_3_percent_over_5
     config = GPTConfig(tokenizer.vocab_size, 64, n_layer=2, n_head=4, n_embd=64)
 
     def losses(dtype):
-        backend = numpy_gpt.build(Settings(lr=1e-3, seed=1), numpy_gpt.hardware("cpu", dtype, "auto"), config)
+        backend = numpy_backend.build(Settings(lr=1e-3, seed=1), numpy_backend.hardware("cpu", dtype, "auto"), config)
         scaler, found = DynamicLossScaler(2.0**15), []
         for step in range(500):
             for group in backend.optimizer.param_groups:
@@ -271,7 +270,8 @@ def test_losses_with_and_without_mixed_precision_agree_within_0_3_percent_over_5
 
 def build(dtype: str, dropout: float = 0.1, seed: int = 1, **settings):
     config = GPTConfig(CONFIG.vocab_size, CONFIG.block_size, n_layer=2, n_head=2, n_embd=16, dropout=dropout)
-    return numpy_gpt.build(Settings(lr=3e-3, seed=seed, **settings), numpy_gpt.hardware("cpu", dtype, "auto"), config)
+    hardware = numpy_backend.hardware("cpu", dtype, "auto")
+    return numpy_backend.build(Settings(lr=3e-3, seed=seed, **settings), hardware, config)
 
 
 def train_step(backend, scaler, step: int, data: Batches | None = None) -> float:
@@ -281,7 +281,7 @@ def train_step(backend, scaler, step: int, data: Batches | None = None) -> float
         loss = backend.model(*data.get("train", step, 0), key=(1, step, 0))
     scaler.scale(loss).backward()
     scaler.unscale_(backend.optimizer)
-    backend.clip_grad_norm_([p for group in backend.optimizer.param_groups for p in group["params"]], 1.0)
+    backend.clip_grad_norm_(1.0)
     scaler.step(backend.optimizer)
     scaler.update()
     backend.optimizer.zero_grad(set_to_none=True)
@@ -392,7 +392,7 @@ def test_matrices_decay_vectors_do_not():
 
 def golden_run(dtype: str) -> list[float]:
     config = GPTConfig(vocab_size=29, block_size=16, n_layer=2, n_head=2, n_embd=32)
-    backend = numpy_gpt.build(Settings(lr=3e-3, seed=1337), numpy_gpt.hardware("cpu", dtype, "auto"), config)
+    backend = numpy_backend.build(Settings(lr=3e-3, seed=1337), numpy_backend.hardware("cpu", dtype, "auto"), config)
     scaler = DynamicLossScaler(2.0**10)
     return [train_step(backend, scaler, step, batches(8, 16, 29)) for step in range(10)]
 
@@ -444,7 +444,7 @@ def test_sampling_refuses_them_too(capsys):
 
 def test_what_is_auto_is_not_refused_and_torch_refuses_none_of_them():
     assert backends.refused("numpy", {"kernel": "auto", "dtype": "bf16"}) == {}
-    assert backends.refused("torch", dict.fromkeys(numpy_gpt.REFUSED, "on")) == {}
+    assert backends.refused("torch", dict.fromkeys(numpy_backend.REFUSED, "on")) == {}
 
 
 def test_all_refusals_are_told_together():
@@ -452,13 +452,13 @@ def test_all_refusals_are_told_together():
 
 
 def test_hardware():
-    assert numpy_gpt.hardware("auto", "auto", "auto")[2:4] == ("bf16", True)
-    assert numpy_gpt.hardware("cpu", "fp16", "off")[:1] + numpy_gpt.hardware("cpu", "fp16", "off")[2:4] == (
+    assert numpy_backend.hardware("auto", "auto", "auto")[2:4] == ("bf16", True)
+    assert numpy_backend.hardware("cpu", "fp16", "off")[:1] + numpy_backend.hardware("cpu", "fp16", "off")[2:4] == (
         "cpu",
         "fp16",
         True,
     )
-    assert numpy_gpt.hardware("cpu", "fp32", "auto")[2:4] == ("fp32", False)
+    assert numpy_backend.hardware("cpu", "fp32", "auto")[2:4] == ("fp32", False)
 
 
 WITHOUT_TORCH = """

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from run.log import Row
-from run.plot import plot
+from watch.plot import plot
 
 NAN = math.nan
 BLUE, ORANGE, RED = (31, 119, 180), (255, 127, 14), (255, 0, 0)  # loss, validation, skipped steps

@@ -13,8 +13,8 @@ from amp.policy import TABLE, compute_dtype, computing
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_TORCH = [
-    *("amp.policy", "amp.formats", "amp.scaler", "model.config", "model.backend", "optim.schedule"),
-    *("data.batches", "data.tokenizer", "run.checkpoint"),
+    *("amp.policy", "amp.formats", "amp.scaler", "model.config", "model.backends", "optim.schedule"),
+    *("data.batches", "data.tokenizers", "run.checkpoint"),
 ]
 
 

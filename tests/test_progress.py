@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 
 from run.log import Row
-from run.progress import Progress, line, short, thousands
+from watch.progress import Progress, line, short, thousands
 
 ROW = Row(
     step=50,

@@ -30,7 +30,8 @@ def mapped_files() -> set[str]:
 
 
 def test_the_map_lists_every_source_file_and_no_other():
-    folders = ("", "data/", "amp/", "model/", "csrc/", "engine/", "optim/", "run/", "benchmarks/", "lessons/")
+    folders = ("", "base/", "data/", "amp/", "model/", "csrc/", "engine/", "optim/", "run/", "watch/")
+    folders += ("benchmarks/", "lessons/")
     files = [(folder, path) for folder in folders for path in (ROOT / folder).glob("*.*")]
     there = {f"{folder}{path.name}" for folder, path in files if path.suffix in SUFFIXES}
     assert mapped_files() == {path for path in there if not path.endswith("__init__.py")}
@@ -38,13 +39,19 @@ def test_the_map_lists_every_source_file_and_no_other():
 
 def test_every_source_file_has_a_test_file():
     without = {
-        "run/flags.py",
-        "model/backend.py",
-        "run/cache.py",
-        "csrc/bf16_gemv.h",
-        "csrc/bf16_gemv.cu",
-        "csrc/bf16_gemv_cpu.h",
-        "csrc/bf16_gemv_cpu.cpp",
+        "base/flags.py",
+        "base/cache.py",
+        "base/files.py",
+        "model/backends.py",
+        "model/cost.py",
+        "model/torch_backend.py",
+        "model/numpy_backend.py",
+        "model/engine_backend.py",
+        "model/generate.py",
+        "csrc/bf16_linear.h",
+        "csrc/bf16_linear.cu",
+        "csrc/bf16_linear_cpu.h",
+        "csrc/bf16_linear_cpu.cpp",
         "csrc/bindings.cpp",
         "benchmarks/decode.py",
         "benchmarks/gemv.py",

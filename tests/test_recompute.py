@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import recompute
-from model.config import PRESETS
+from settings import PRESETS
 
 
 def test_layers_between_checkpoints():

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from base.errors import BadInput
 from benchmarks import report
 from benchmarks.report import Row, finish, seconds, share, speeds, table, write_readme
-from run.errors import BadInput
 
 ROWS = [Row("gemv/cpu/bf16/8x8", "fp32", 25.123, 8.0, "GB/s", 3.14, (3.0, 3.3))]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+import data.corpus
 import train
-from data import tinyshakespeare
-from model.backend import Hardware, Kernel
+from model.backends import Hardware, Kernel
 from run import checkpoint, resume
 from run.log import read_log
 from tests.conftest import TINY, numbers
@@ -113,13 +113,13 @@ def test_a_finished_run_is_refused(run, capsys):
 
 
 def test_a_run_on_tiny_shakespeare_does_not_go_on_with_another_text(run, corpus, capsys, monkeypatch):
-    monkeypatch.setattr(tinyshakespeare, "_tiny_shakespeare", lambda: (corpus.read_bytes(), ()))
+    monkeypatch.setattr(data.corpus, "_tiny_shakespeare", lambda: (corpus.read_bytes(), ()))
     out, _ = run("run", "--steps 2 --corpus tinyshakespeare")
 
     def no_network():
-        raise tinyshakespeare.NoDownload("Name or service not known")
+        raise data.corpus.NoDownload("Name or service not known")
 
-    monkeypatch.setattr(tinyshakespeare, "_tiny_shakespeare", no_network)
+    monkeypatch.setattr(data.corpus, "_tiny_shakespeare", no_network)
     assert train.main(["--resume", str(out), "--steps", "4"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     for words in ("no Tiny Shakespeare (Name or service not known)", "try again with a network", "MINIGPT_DATA"):

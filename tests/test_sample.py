@@ -8,9 +8,9 @@ import pytest
 
 import sample
 import train
+from base.errors import BadInput
+from model.generate import generate, probabilities
 from run import checkpoint
-from run.errors import BadInput
-from sample import generate, probabilities
 
 V = 6
 LOGITS = np.array([0.5, -1.0, 2.0, 0.0, 1.0, -3.0], dtype=np.float32)

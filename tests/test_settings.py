@@ -8,8 +8,8 @@ import pytest
 
 import settings
 import train
-from model.config import PRESETS
-from run.errors import BadInput
+from base.errors import BadInput
+from settings import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from base import files
 from run import checkpoint
 from run.log import read_log
 from run.stop import Stop
@@ -22,7 +23,7 @@ EXACT = "--steps 12 --dtype fp16 --emulation on --dropout 0.1 --eval-every 4 --s
 def signal_at(monkeypatch, name: str, arguments_hold: str, call: int, number: int) -> None:
     """Sends the signal to this process in the n-th call, with such arguments, of a function that train.py uses."""
     module, attribute = name.split(".")
-    owner = {"train": sys.modules["train"], "checkpoint": checkpoint}[module]
+    owner = {"train": sys.modules["train"], "files": files}[module]
     function, calls = getattr(owner, attribute), iter(range(1, 10**6))
 
     def signalling(*arguments):
@@ -37,8 +38,8 @@ MOMENTS = {
     "a step": ("train.learning_rate", "", 5, 5),
     "a step that is saved anyway": ("train.learning_rate", "", 6, 6),
     "evaluation": ("train.mean_loss", "", 1, 4),
-    "a save": ("checkpoint._write", "step-6", 3, 6),
-    "the save of the last step": ("checkpoint._write", "step-12", 3, 12),
+    "a save": ("files.write", "step-6", 3, 6),
+    "the save of the last step": ("files.write", "step-12", 3, 12),
 }
 
 

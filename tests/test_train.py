@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import train
+from base import files
 from run import checkpoint
 from run.log import read_log
 from tests.conftest import TINY, numbers
@@ -229,7 +230,7 @@ def test_the_scale_is_bounded_and_off_means_1(run):
 @pytest.fixture
 def full_disk(monkeypatch):
     """full_disk(*steps): the disk is full while these steps are saved."""
-    write = checkpoint._write
+    write = files.write
 
     def full_at(*steps: int) -> None:
         def writing(path: Path, content: bytes):
@@ -238,7 +239,7 @@ def full_disk(monkeypatch):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             write(path, content)
 
-        monkeypatch.setattr(checkpoint, "_write", writing)
+        monkeypatch.setattr(files, "write", writing)
 
     return full_at
 

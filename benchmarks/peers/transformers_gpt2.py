@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.peers.eager import stepping
-from run.hugging_face import config_of
+from model.hugging_face import config_of
 
 
 def build(config, weights, dtype: str, device: str, compiled: bool):

@@ -20,7 +20,7 @@ import numpy as np
 import regex
 import tiktoken
 
-from run.errors import BadInput
+from base.errors import BadInput
 
 # GPT-2's split into words (Radford et al. 2019): contractions; letters, digits or signs with the space before them.
 WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""

@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import field, fields
 
-from run.errors import BadInput
+from base.errors import BadInput
 
 
 def flag(default, help: str, choices: tuple[str, ...] | None = None):

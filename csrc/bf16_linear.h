@@ -1,4 +1,4 @@
-// What csrc/bindings.cpp hands to its two implementations, bf16_gemv.cu and bf16_gemv_cpu.cpp; no torch, no CUDA header.
+// What csrc/bindings.cpp hands to its two implementations, bf16_linear.cu and bf16_linear_cpu.cpp; no torch, no CUDA header.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,6 @@ struct Problem {
 
 constexpr int AUTO = -1;  // a launcher takes the version that suits the shape
 
-// csrc/bf16_gemv.cu. Both return null, or what went wrong. `stream` is a cudaStream_t of the current device.
+// csrc/bf16_linear.cu. Both return null, or what went wrong. `stream` is a cudaStream_t of the current device.
 const char* bf16_linear_cuda(const Problem& problem, int version, void* stream);
 const char* bf16_linear_cuda_choice(const Problem& problem, int* version);  // what AUTO takes, 0 to 5

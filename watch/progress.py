@@ -5,7 +5,7 @@ import sys
 
 from tqdm import tqdm
 
-from run.errors import FULL
+from base.errors import FULL
 from run.log import Row
 
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from run.errors import BadInput
-from run.flags import name_of
+from base.errors import BadInput
+from base.flags import name_of
 
 # Each has hardware(device, dtype, emulation) and build(settings, hardware, config), and may have REFUSED, which names
 # the flags that it cannot honour.
-MODULES = {"torch": "model.minigpt", "numpy": "model.numpy_gpt", "engine": "model.engine_gpt"}
+MODULES = {"torch": "model.torch_backend", "numpy": "model.numpy_backend", "engine": "model.engine_backend"}
 
 
 class Hardware(NamedTuple):
@@ -41,7 +41,7 @@ class Backend(NamedTuple):
     model: Callable[[np.ndarray, np.ndarray, tuple[int, int, int]], Any]  # (x, y, key) -> loss, x and y int64 (B, T)
     optimizer: Any  # .param_groups with param_names, .step(), .zero_grad()
     autocast: Callable[[], AbstractContextManager]
-    clip_grad_norm_: Callable[[list, float], Any]  # (parameters, max_norm) -> the norm before clipping
+    clip_grad_norm_: Callable[[float], Any]  # max_norm, of all gradients together -> the norm before clipping
     evaluate: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (x, y) -> (B,) mean loss of each row
     logits: Callable[[np.ndarray], np.ndarray]  # int64 (B, T) -> fp32 (B, V), of the last position
     # (weights "fp32" or "bf16") -> logits with a memory: tokens that go on from its last call cost only what is new
@@ -64,6 +64,11 @@ def refused(name: str, flags: dict) -> dict[str, str]:
     reasons = getattr(module(name), "REFUSED", {})
     asked = [flag for flag, value in flags.items() if flag in reasons and value != "auto"]
     return {flag: f"{name_of(flag)}: --backend {name} {reasons[flag]}" for flag in asked}
+
+
+def trained(optimizer) -> list:
+    """The parameters of an optimizer, in the order of its groups: sums over them, like a norm, depend on an order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def cpu_name() -> str:

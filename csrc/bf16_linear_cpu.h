@@ -1,7 +1,7 @@
-// What bf16_gemv_cpu.cpp offers to bindings.cpp.
+// What bf16_linear_cpu.cpp offers to bindings.cpp.
 #pragma once
 
-#include "bf16_gemv.h"
+#include "bf16_linear.h"
 
 void bf16_linear_cpu(const Problem& problem);
 

@@ -1,4 +1,4 @@
-// The op of csrc/bf16_gemv.h on a CPU, and the rounding that emulated autocast needs.
+// The op of csrc/bf16_linear.h on a CPU, and the rounding that emulated autocast needs.
 //
 //   few vectors (n <= 8)   the time is that of reading W: each row is read once, straight through, rounded and widened
 //                          in registers. A row's sum never depends on how many threads there are.
@@ -8,7 +8,7 @@
 //
 // Vectors are those of GCC and Clang, as wide as the machine's registers: the same lines serve AVX-512, AVX2 and Arm.
 
-#include "bf16_gemv_cpu.h"
+#include "bf16_linear_cpu.h"
 
 #include <ATen/Parallel.h>
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
-from run.cache import cache_folder
-from run.errors import BadInput
+from base.cache import cache_folder
+from base.errors import BadInput
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

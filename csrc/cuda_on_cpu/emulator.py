@@ -1,4 +1,4 @@
-"""csrc/bf16_gemv.cu, compiled by g++ and run on a CPU: the door for tests and for benchmarks/traffic.py.
+"""csrc/bf16_linear.cu, compiled by g++ and run on a CPU: the door for tests and for benchmarks/traffic.py.
 
     y = linear(x, weight, bias, version=3)
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-CSRC = HERE.parent.parent / "csrc"
+CSRC = HERE.parent
 COMPILER = shutil.which("g++") if sys.platform == "linux" else None  # elsewhere g++ is another compiler
 AUTO = -1
 GUARD = 1024  # elements before and after y that no kernel may touch; a block has room there to be wrong in
@@ -31,7 +31,7 @@ VARIANTS = {
 }
 
 
-class Problem(ctypes.Structure):  # csrc/bf16_gemv.h
+class Problem(ctypes.Structure):  # csrc/bf16_linear.h
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("n", "m", "k")),
@@ -82,11 +82,11 @@ def mutated(source: str, changes: tuple[tuple[str, str], ...]) -> str:
 @functools.cache
 def library(variant: str = "plain", changes: tuple[tuple[str, str], ...] = ()) -> Path:
     """The compiled kernels; `changes` are (old text, new text) of the .cu, to see whether a test notices."""
-    source = CSRC / "bf16_gemv.cu"
+    source = CSRC / "bf16_linear.cu"
     name = f"{variant}_{abs(hash(changes))}"
     if changes:
         source = Path(folder().name) / f"{name}.cu"
-        source.write_text(mutated((CSRC / "bf16_gemv.cu").read_text(encoding="utf-8"), changes), encoding="utf-8")
+        source.write_text(mutated((CSRC / "bf16_linear.cu").read_text(encoding="utf-8"), changes), encoding="utf-8")
     warnings = ["-w"] if changes else ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     kernels = compiled(["-x", "c++", *VARIANTS[variant], *warnings, "-I", HERE, "-I", CSRC, "-c", source], f"{name}.o")
     sanitizers = ["-fsanitize=address,undefined"] if variant == "safe" else []

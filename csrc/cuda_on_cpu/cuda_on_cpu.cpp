@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../../csrc/bf16_gemv.h"
+#include "../bf16_linear.h"
 
 // ---- what emulator.py sets and reads, all int64
 

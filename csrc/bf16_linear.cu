@@ -1,4 +1,4 @@
-// y (n, m) = x (n, k) times the transpose of bf16(W (m, k)), plus bf16(bias (m)): csrc/bf16_gemv.h, on a GPU.
+// y (n, m) = x (n, k) times the transpose of bf16(W (m, k)), plus bf16(bias (m)): csrc/bf16_linear.h, on a GPU.
 //
 // With one vector (n = 1) each weight is used once, so the time is that of reading W: m k 4 bytes in fp32, m k 2 in
 // bf16. Every version must move those bytes; they differ in how many more they move, and how many are on their way.
@@ -14,10 +14,10 @@
 //                                            where v4 would read W n / 8 times
 //
 // v0 and v1 take any k and any address. From v2 on an array is read 16 bytes at a time, so rows must start at multiples
-// of 16 bytes; the launcher sees to it. No inline PTX and one launch() for all: tests/cuda_on_cpu/ runs this file on a
+// of 16 bytes; the launcher sees to it. No inline PTX and one launch() for all: csrc/cuda_on_cpu/ runs this file on a
 // CPU. Left out: TMA, wgmma and cp.async, which would tie the file to one generation; x in shared memory: L1 holds it.
 
-#include "bf16_gemv.h"
+#include "bf16_linear.h"
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>

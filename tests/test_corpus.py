@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import pytest
 
-from data import tinyshakespeare
-from data import tokenizer as tokenizers
+import data.corpus
+from base.cache import cache_folder
+from base.errors import BadInput
+from data import tokenizers
 from data.batches import Batches
-from data.tinyshakespeare import FILE, load_corpus
-from data.tokenizer import train as train_tokenizer
-from run.cache import cache_folder
-from run.errors import BadInput
+from data.corpus import FILE, load_corpus
+from data.tokenizers import train as train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 40  # stands for Tiny Shakespeare
@@ -66,9 +66,9 @@ def nothing_real(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.delenv("MINIGPT_DATA", raising=False)
-    monkeypatch.setattr(tinyshakespeare, "URL", NOWHERE)
-    monkeypatch.setattr(tinyshakespeare, "SHA256", hashlib.sha256(TEXT).hexdigest())
-    monkeypatch.setattr(tinyshakespeare, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(data.corpus, "URL", NOWHERE)
+    monkeypatch.setattr(data.corpus, "SHA256", hashlib.sha256(TEXT).hexdigest())
+    monkeypatch.setattr(data.corpus, "time", SimpleNamespace(sleep=lambda seconds: None))
     assert cache_folder().is_relative_to(tmp_path)
 
 
@@ -76,7 +76,7 @@ def nothing_real(monkeypatch, tmp_path):
 def server(monkeypatch):
     with Server() as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        monkeypatch.setattr(tinyshakespeare, "URL", server.url)
+        monkeypatch.setattr(data.corpus, "URL", server.url)
         yield server
         server.shutdown()
 
@@ -222,14 +222,14 @@ def test_there_is_no_third_try(server):
 def test_two_processes_at_once_download_once(server):
     script = (
         "import sys\n"
-        "from data import tinyshakespeare\n"
-        "tinyshakespeare.URL, tinyshakespeare.SHA256 = sys.argv[1:]\n"
+        "import data.corpus\n"
+        "data.corpus.URL, data.corpus.SHA256 = sys.argv[1:]\n"
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
-        "corpus = tinyshakespeare.load_corpus('tinyshakespeare')\n"
+        "corpus = data.corpus.load_corpus('tinyshakespeare')\n"
         "print(corpus.name, len(corpus.text), len(corpus.notes))\n"
     )
-    processes = [python(script, server.url, tinyshakespeare.SHA256) for _ in range(2)]
+    processes = [python(script, server.url, data.corpus.SHA256) for _ in range(2)]
     assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
     for process in processes:
         process.stdin.write("go\n")
@@ -277,12 +277,12 @@ def test_the_standard_library_is_about_a_megabyte_of_ascii():
 
 
 def test_the_standard_library_is_the_same_in_another_process():
-    script = "from data.tinyshakespeare import load_corpus; print(load_corpus('stdlib').sha256)"
+    script = "from data.corpus import load_corpus; print(load_corpus('stdlib').sha256)"
     assert python(script).communicate(timeout=20)[0].strip() == load_corpus("stdlib").sha256
 
 
 def test_a_python_without_sources_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(tinyshakespeare.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(data.corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(BadInput, match="stdlib"):
         load_corpus("stdlib")
 
@@ -337,7 +337,7 @@ def test_the_locale_does_not_change_the_text(tmp_path):
     path.write_bytes("Ünïcödé 🎭\r\n".encode())
     script = (
         "import sys, locale\n"
-        "from data.tinyshakespeare import load_corpus\n"
+        "from data.corpus import load_corpus\n"
         "print(sys.flags.utf8_mode, ascii(load_corpus(sys.argv[1]).text))\n"
     )
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken._educational import bpe_train
 
+from base.errors import BadInput
 from data.batches import Batches
-from data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, decode, fingerprint, load, stream, train
-from run.errors import BadInput
+from data.tokenizers import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, decode, fingerprint, load, stream, train
 
 # st.text() leaves out lone surrogates: they cannot come from a file, which is UTF-8.
 any_text = st.text(min_size=1)

@@ -5,8 +5,11 @@ from importlib import import_module
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
 
-from run.errors import BadInput
+from base import files
+from base.errors import BadInput
 
 CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")  # kept as (in, out)
 NOT_WEIGHTS = re.compile(r"(^lm_head\.weight|\.attn\.bias|\.attn\.masked_bias)$")  # tied, and causal masks of old files
@@ -80,6 +83,36 @@ def read_weights(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     weights = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     weights = {name: tensor for name, tensor in weights.items() if not NOT_WEIGHTS.search(name)}
     return {name: np.ascontiguousarray(w.T) if CONV1D.search(name) else w for name, w in weights.items()}
+
+
+def load(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
+    """A folder of transformers or a step folder -> (weights by our names, GPTConfig's fields without dropout).
+
+    Hashes are checked where a manifest lies beside the files. BadInput where weights and config.json do not fit.
+    """
+    manifest = folder / "manifest.json"
+    hashes = files.read_json(manifest).get("sha256", {}) if manifest.is_file() else {}
+
+    def read(name: str) -> bytes:
+        return files.read_checked(folder / name, hashes[name]) if hashes else files.read(folder / name)
+
+    sizes = read_config(files.parse_json(read("config.json"), folder / "config.json"), folder / "config.json")
+    weights = read_weights(tensors(read("model.safetensors"), folder / "model.safetensors"))
+    for name, shape in shapes(sizes).items():  # before a model of those sizes is made
+        if name not in weights or weights[name].shape != shape:
+            found = weights[name].shape if name in weights else "no such tensor"
+            raise BadInput(f"{folder}: {name}: config.json wants {shape}, model.safetensors has {found}")
+    return weights, sizes
+
+
+def tensors(content: bytes, path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file, which was read from `path`."""
+    try:
+        return load_tensors(content)
+    except SafetensorError as error:
+        raise BadInput(f"{path}: not readable as safetensors ({error}): use another checkpoint") from None
+    except KeyError as error:  # a type that NumPy lacks
+        raise BadInput(f"{path}: has tensors of type {error.args[0]}: save the model in fp32") from None
 
 
 def published(name: str) -> Path | None:

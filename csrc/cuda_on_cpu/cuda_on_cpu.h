@@ -1,4 +1,4 @@
-// CUDA's words on a CPU: those that csrc/bf16_gemv.cu uses, so that g++ compiles that very file. They mean what CUDA's
+// CUDA's words on a CPU: those that csrc/bf16_linear.cu uses, so that g++ compiles that very file. They mean what CUDA's
 // guides say: a warp is 32 threads, a collective needs every thread that it names, a fragment is spread over the lanes
 // as PTX documents it. How threads run, meet and are counted is in cuda_on_cpu.cpp.
 #pragma once
