@@ -15,6 +15,7 @@ from model import backends, hugging_face
 from model.config import GPTConfig
 from model.generate import generate, start_of_text
 from run import checkpoint
+from run.folder import find
 from settings import Settings
 
 
@@ -81,7 +82,7 @@ def read(argv: list[str] | None) -> SampleSettings:
 def load(s: SampleSettings) -> tuple[backends.Backend, object, GPTConfig]:
     """The model of --checkpoint, its tokenizer and its sizes."""
     folder = hugging_face.published(s.checkpoint)
-    folder = folder or checkpoint.find(s.checkpoint, pointers=("best.json", "latest.json"))
+    folder = folder or find(s.checkpoint, pointers=("best.json", "latest.json"))
     weights, sizes, description = checkpoint.load_model(folder)
     config = GPTConfig(**sizes)
     tokenizer = tokenizers.load(description or {"kind": "gpt2"})

@@ -21,8 +21,23 @@ def say(text: str) -> None:
             raise
 
 
-def run_script(name: str, script: Callable[[], None]) -> int:
-    """Runs a script and returns its exit status: 0, 2 for bad input, 130 for Ctrl-C, 141 where nobody reads on."""
+class Ended(Exception):
+    """A script ends by itself before its work is done. The message is its last line, `status` its exit status."""
+
+    status = 1
+
+
+def run_script(
+    name: str,
+    script: Callable[[], None],
+    stops: tuple[type[Exception], ...] = (),
+    when_out_of_memory: str = "use a smaller model",
+) -> int:
+    """Runs a script and returns its exit status.
+
+    0: done. 1: out of memory, or an exception of `stops`, whose message is printed. 2: bad input. The status of an
+    Ended. 130: Ctrl-C. 141: nobody reads its output any more.
+    """
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:  # closed by who started this
             setattr(sys, stream, open(os.devnull, mode))  # noqa: SIM115, for as long as the process lives
@@ -36,8 +51,25 @@ def run_script(name: str, script: Callable[[], None]) -> int:
         for line in str(error).splitlines():
             print(f"{name}: error: {line}", file=sys.stderr)
         return 2
+    except Ended as ended:
+        print(f"{name}: {ended}", file=sys.stderr)
+        return ended.status
     except BrokenPipeError:
         return 128 + 13
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted", file=sys.stderr)
         return 130
+    except stops as error:
+        print(f"{name}: stopped: {error}", file=sys.stderr)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(f"{name}: out of memory: {when_out_of_memory}", file=sys.stderr)
+        return 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """NumPy raises a MemoryError; PyTorch a torch.OutOfMemoryError on CUDA and a plain RuntimeError on a CPU."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)

@@ -16,15 +16,22 @@ def write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Puts `content` in the place of a file: a reader sees the old content or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def replace(contents: dict[Path, bytes]) -> None:
+    """Puts each content in the place of a file: a reader sees the old content or the new one, never a part.
+
+    All are written before the first file is replaced, so a full disk leaves all files as they were.
+    """
+    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
     try:
-        write(temporary, content)
-        temporary.replace(path)
+        for path, content in contents.items():
+            write(temporaries[path], content)
+        for path, temporary in temporaries.items():
+            temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
-    flush_folder(path.parent)
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
+    for folder in {path.parent for path in contents}:
+        flush_folder(folder)
 
 
 def flush_folder(folder: Path) -> None:

@@ -20,7 +20,7 @@ from model import backends
 from model.bf16_linear import bf16_linear
 from model.config import GPTConfig, initial_weights, parameter_count
 from model.decode import decoder
-from run import checkpoint
+from run.folder import save
 from settings import PRESETS
 
 VOCABULARY = 50257  # of presets whose tokenizer decides it
@@ -123,7 +123,7 @@ def transformers_generate(gpt, config: GPTConfig, device, count: int):
         return None
     weights = {name: parameter.detach().cpu().numpy() for name, parameter in gpt.named_parameters()}
     with tempfile.TemporaryDirectory() as folder:
-        saved = checkpoint.save(Path(folder), 0, {"model": weights, "optimizer": {}}, asdict(config), {}, {})
+        saved = save(Path(folder), 0, {"model": weights, "optimizer": {}}, asdict(config), {}, {})
         model = AutoModelForCausalLM.from_pretrained(saved).to(device).eval()
     model.generation_config.eos_token_id = None
     start = torch.zeros(1, 1, dtype=torch.long, device=device)

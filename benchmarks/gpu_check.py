@@ -20,7 +20,8 @@ from benchmarks.report import RESULTS, ROOT
 from model import backends
 from model.config import GPTConfig
 from model.cost import flops_per_token, peak_flops
-from run.checkpoint import find, read_manifest
+from run.checkpoint import read_manifest
+from run.folder import find
 from run.log import read_log
 
 BENCHMARKS = (

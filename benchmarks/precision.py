@@ -19,8 +19,9 @@ from base.errors import BadInput
 from base.flags import flag, read_flags
 from benchmarks.report import RESULTS, ROOT, Row, around, finish, keep
 from benchmarks.worker import peak_mb
+from request import Request, read
 from run import log
-from settings import PRESETS, Request, read
+from settings import PRESETS
 
 LOW = tuple(name for name in FORMATS if name != "fp32")
 

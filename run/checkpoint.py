@@ -1,14 +1,16 @@
-"""A run on disk: arrays and JSON in folders `step-N/`, written whole or not at all. No torch, no pickle.
+"""One checkpoint on disk: arrays and JSON in a folder `step-N/`, written whole or not at all. No torch, no pickle.
 
     step-N/config.json              the model's sizes, as Hugging Face transformers reads a GPT-2
-    step-N/model.safetensors        weights by GPT-2's names; Conv1D kinds (in, out) as GPT-2 keeps them
-    step-N/minigpt_tokenizer.json   what decodes the tokens
+    step-N/model.safetensors        weights by GPT-2's names; Conv1D kinds are (in, out), as GPT-2 keeps them
+    step-N/minigpt_tokenizer.json   the vocabulary
     step-N/optimizer.safetensors    AdamW's moments by parameter name
-    step-N/manifest.json            everything else, the sha256 of the files above and one of itself; written last
-    latest.json, best.json          {"step": N, ...}: which folder to use, replaced atomically
+    step-N/manifest.json            everything else, a sha256 of each file above and one of itself; written last
 
 A folder is built under another name, flushed, and renamed to step-N, so a step-N that exists is complete. Damage that
-comes later shows in the hashes, and the checkpoint before is used.
+comes later shows in the hashes. Which checkpoint of a run is used, and which are kept: folder.py.
+
+The format only grows. A key that a later version adds to the manifest has a default, so that an older checkpoint stays
+readable. Keys and files that this version does not know are named in a note, and the keys are kept in later manifests.
 """
 
 import hashlib
@@ -19,7 +21,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save as dump_tensors
+from safetensors.numpy import save as to_safetensors
 
 from base import files
 from base.errors import BadInput
@@ -27,88 +29,91 @@ from model import hugging_face
 
 FORMAT_VERSION = 2
 STEP_FOLDER = re.compile(r"step-(\d+)", re.ASCII)
-LEFTOVER = re.compile(r"\.step-(\d+)\.\d+\.(tmp|old)", re.ASCII)  # of a process that was killed in a save
+LEFTOVER = re.compile(r"\.step-(\d+)\.\d+\.(tmp|old)", re.ASCII)  # a process that was killed in a save leaves these
 FILES = ("config.json", "model.safetensors", "minigpt_tokenizer.json", "optimizer.safetensors")
-# What a manifest must have, and of which type, before anything is read from it.
-MANIFEST = {
-    "step": int, "settings": dict, "config": dict, "scaler": dict, "skipped": int, "consecutive_skips": int,
-    "corpus": dict, "compute": dict, "tokenizer_fingerprint": str, "sha256": dict, "digest": str,
+
+# Keys of a manifest without which a checkpoint is damaged, and their types.
+REQUIRED = {
+    "format_version": int, "step": int, "settings": dict, "config": dict, "scaler": dict, "skipped": int,
+    "consecutive_skips": int, "corpus": dict, "compute": dict, "tokenizer_fingerprint": str, "sha256": dict,
+    "digest": str,
 }  # fmt: skip
-KEPT = 2  # newest checkpoints that stay; the best one stays too
+# Keys that a checkpoint may lack, and what that means. A key that a later version adds belongs here.
+OPTIONAL = {"best_val": None, "versions": {}}
 
 
 class NotSaved(OSError):
-    """A save that failed, in one line: nothing of it is left, and the checkpoints before it are as they were."""
+    """A save failed. The one line says why and what is on disk; earlier checkpoints are as they were."""
 
 
-def save(
-    out: Path,
-    step: int,
-    arrays: dict,
-    config: dict,
-    tokenizer: dict,
-    manifest: dict,
-    best: bool = False,
-    replace: bool = False,
+def write(
+    out: Path, step: int, arrays: dict, config: dict, tokenizer: dict, manifest: dict, keep_replaced: bool = False
 ) -> Path:
-    """Writes `out/step-N` and points latest.json (with `best` also best.json) at it; `arrays` as of Backend.state().
+    """Writes `out/step-N` and returns its path. NotSaved, with nothing of it left, where the disk is full, say.
 
-    replace: the folder holds another run, which goes once the new checkpoint is whole. NotSaved on a full disk, say.
+    arrays: as Backend.state() gives them. config: GPTConfig's fields. tokenizer: its describe(). manifest: all keys of
+    REQUIRED and OPTIONAL but format_version, step, sha256 and digest. keep_replaced: a step-N that was there stays
+    beside the new one, for undo().
     """
     weights = hugging_face.weights_of(arrays["model"])
     contents = {
         "config.json": files.to_json(hugging_face.config_of(config)),
-        "model.safetensors": dump_tensors(_contiguous(weights), metadata={"format": "pt"}),
+        "model.safetensors": to_safetensors(_contiguous(weights), metadata={"format": "pt"}),
         "minigpt_tokenizer.json": files.to_json(tokenizer),
-        "optimizer.safetensors": dump_tensors(_contiguous(arrays["optimizer"])),
+        "optimizer.safetensors": to_safetensors(_contiguous(arrays["optimizer"])),
     }
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     manifest = {"format_version": FORMAT_VERSION, "step": step, **manifest, "sha256": hashes}
     contents["manifest.json"] = files.to_json(manifest | {"digest": _digest(manifest)})
+    temporary = out / f".step-{step}.{os.getpid()}.tmp"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _write_folder(out, step, contents)
-        if replace:
-            _remove_others(out, step)
-        files.replace(out / "latest.json", files.to_json({"step": step}))
-        if best:
-            files.replace(out / "best.json", files.to_json({"step": step, "val": manifest["best_val"]}))
-    except OSError as error:
-        needed, free = sum(map(len, contents.values())), _free_bytes(out)
-        why = f"{error.strerror}: {needed:,} bytes needed, {free:,} free in {out}"
-        raise NotSaved(f"step {step} is not saved: {why}") from error
-    _remove_old(out)
-    return out / f"step-{step}"
-
-
-def _write_folder(out: Path, step: int, contents: dict[str, bytes]) -> None:
-    """All of `contents` in out/step-N, or none of them."""
-    temporary, final = out / f".step-{step}.{os.getpid()}.tmp", out / f"step-{step}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         for name, content in contents.items():
             files.write(temporary / name, content)
         files.flush_folder(temporary)
-        aside = out / f".step-{step}.{os.getpid()}.old"
-        if final.exists():
-            final.rename(aside)
-        try:
-            temporary.rename(final)
-        except OSError:
-            if aside.exists():
-                aside.rename(final)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
+        _put_in_place(temporary, out / f"step-{step}", keep_replaced)
+    except OSError as error:
+        needed = sum(map(len, contents.values()))
+        why = f"{error.strerror}: {needed:,} bytes needed, {_free_bytes(out):,} free in {out}"
+        raise NotSaved(f"step {step} is not saved: {why}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    files.flush_folder(out)
+    return out / f"step-{step}"
+
+
+def _put_in_place(temporary: Path, final: Path, keep_replaced: bool) -> None:
+    """Renames a folder that is whole. The folder that had the name goes aside, and comes back where that fails."""
+    aside = _aside(final)
+    if final.exists():
+        final.rename(aside)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if aside.exists():
+            aside.rename(final)
+        raise
+    if not keep_replaced:
+        shutil.rmtree(aside, ignore_errors=True)
+    files.flush_folder(final.parent)
+
+
+def undo(folder: Path) -> None:
+    """Removes a step folder that write() has just made with keep_replaced, and brings back what it replaced."""
+    shutil.rmtree(folder)
+    if _aside(folder).exists():
+        _aside(folder).rename(folder)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.{os.getpid()}.old")
 
 
 def load(folder: Path) -> tuple[dict[str, dict[str, np.ndarray]], dict, dict]:
-    """A step folder -> (arrays as Backend.load_state takes them, tokenizer description, manifest), hashes checked."""
+    """A step folder -> (arrays as Backend.state() gives them, tokenizer description, manifest), hashes checked."""
     manifest = read_manifest(folder)
-    contents = {name: files.read_checked(folder / name, expected) for name, expected in manifest["sha256"].items()}
+    contents = {name: files.read_checked(folder / name, sha256) for name, sha256 in manifest["sha256"].items()}
     model, optimizer, tokenizer = "model.safetensors", "optimizer.safetensors", "minigpt_tokenizer.json"
     arrays = {
         "model": hugging_face.read_weights(hugging_face.tensors(contents[model], folder / model)),
@@ -128,186 +133,56 @@ def load_model(folder: Path) -> tuple[dict[str, np.ndarray], dict, dict | None]:
     return weights, sizes, files.parse_json(content, path)
 
 
-def _digest(manifest: dict) -> str:
-    """sha256 of the rest of a manifest, so that a change in it is noticed too."""
-    rest = {key: value for key, value in manifest.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a step folder, with defaults for keys that an older one lacks. BadInput where it is damaged."""
+    path = folder / "manifest.json"
+    manifest = files.read_json(path)
+    if (version := manifest.get("format_version")) != FORMAT_VERSION:
+        raise BadInput(f"{path}: format version {version}, this version reads {FORMAT_VERSION}")
+    for key, kind in REQUIRED.items():
+        if type(manifest.get(key)) is not kind:
+            raise BadInput(f"{path}: damaged, {key} is missing or wrong: use another checkpoint")
+    names = set(manifest["sha256"])
+    if not names >= set(FILES) or any(name != Path(name).name for name in names):
+        raise BadInput(f"{path}: damaged, it names other files than {', '.join(FILES)}: use another checkpoint")
+    if manifest["digest"] != _digest(manifest):
+        raise BadInput(f"{path}: damaged, its sha256 is not the one in it: use another checkpoint")
+    return OPTIONAL | manifest
 
 
-# ---- which checkpoint
+def unknown_keys(manifest: dict) -> dict:
+    """The keys of a manifest that a later version has added. A resumed run writes them into its own manifests."""
+    return {key: value for key, value in manifest.items() if key not in REQUIRED and key not in OPTIONAL}
 
 
-def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("latest.json",)) -> Path:
-    """The folder of a model that `wanted` means: "auto" (in `out`, else the newest run), a run folder, or the folder.
-
-    pointers: which of a run's checkpoints to take, the first that is there.
-    """
-    folder = _find_run(wanted, out)
-    for pointer in pointers:
-        if os.path.isfile(folder / pointer):
-            return folder / f"step-{_pointed(folder / pointer)}"
-    if not os.path.isfile(folder / "config.json"):
-        raise BadInput(f"{folder}: no checkpoint there: neither {pointers[-1]} of a run nor config.json of a model")
-    return Path(os.path.realpath(folder))  # of ".", or a link to a step, the run is the folder around it
-
-
-def _find_run(wanted: str, out: str | None) -> Path:
-    folder = Path(wanted)
-    if wanted == "auto":
-        runs = [Path(out)] if out else _entries(Path("runs"))
-        runs = [run for run in runs if holds_run(run)]
-        if not runs:
-            raise BadInput(f"no checkpoint in {out or 'runs'}: train one first, or name its folder")
-        folder = max(runs, key=_changed)
-    return folder
-
-
-def _changed(run: Path) -> float:
-    """When a run was saved last; without latest.json, as a kill may leave it, by the folder's own time."""
-    pointer = run / "latest.json"
-    return os.path.getmtime(pointer if os.path.isfile(pointer) else run)
-
-
-def find_intact(wanted: str, out: str | None = None) -> tuple[Path, list[str]]:
-    """As `find`, for a run that goes on: of a run the newest checkpoint that is whole, and a line for each newer one.
-
-    BadInput where none is whole; a step folder that is named is taken as it is.
-    """
-    run = _find_run(wanted, out)
-    faults: list[str] = []
-    for step in reversed(_steps(run)):
-        if (fault := damage(run / f"step-{step}")) is None:
-            return run / f"step-{step}", faults
-        faults.append(fault)
-    if faults:
-        raise BadInput("\n".join(faults))
-    return find(wanted, out), []
+def notes(folder: Path, manifest: dict) -> list[str]:
+    """A line for what a later version has added to a checkpoint and this one does not know."""
+    keys, names = list(unknown_keys(manifest)), sorted(set(manifest["sha256"]) - set(FILES))
+    lines = []
+    if keys:
+        lines.append(f"{folder / 'manifest.json'}: {', '.join(keys)}: this version does not know it, and keeps it")
+    if names:
+        lines.append(f"{folder}: {', '.join(names)}: this version does not know it, and leaves it there")
+    return lines
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a step folder, in one line, or None."""
+    """One line that says what is wrong with a step folder, or None."""
     try:
         manifest = read_manifest(folder)
         if folder.name != f"step-{manifest['step']}":
             return f"{folder}: holds step {manifest['step']}: a copy, or renamed"
-        for name, expected in manifest["sha256"].items():
-            files.read_checked(folder / name, expected)
+        for name, sha256 in manifest["sha256"].items():
+            files.read_checked(folder / name, sha256)
     except BadInput as error:
         return str(error)
     return None
 
 
-def intact_after(run: Path, step: int) -> Path | None:
-    """A whole checkpoint of the run that is newer than `step`, if there is one."""
-    newer = [run / f"step-{number}" for number in _steps(run) if number > step]
-    return next((folder for folder in newer if damage(folder) is None), None)
-
-
-def read_manifest(folder: Path) -> dict:
-    """BadInput where it is of another version, altered, or lacks what a resumed run needs."""
-    path = folder / "manifest.json"
-    manifest = files.read_json(path)
-    if (version := manifest.get("format_version")) != FORMAT_VERSION:
-        raise BadInput(f"{path}: format version {version}, this version reads {FORMAT_VERSION}")
-    for key, kind in MANIFEST.items():
-        if type(manifest.get(key)) is not kind:
-            raise BadInput(f"{path}: damaged, {key} is missing or wrong: use another checkpoint")
-    if set(manifest["sha256"]) != set(FILES):
-        raise BadInput(f"{path}: damaged, it names other files than {', '.join(FILES)}: use another checkpoint")
-    if manifest["digest"] != _digest(manifest):
-        raise BadInput(f"{path}: damaged, its sha256 is not the one in it: use another checkpoint")
-    return manifest
-
-
-# ---- what lies in a run folder
-
-
-def holds_run(out: Path) -> bool:
-    """Whether there is a checkpoint to lose; a log alone is of a run that never came to one."""
-    return os.path.isfile(out / "latest.json") or bool(_steps(out))
-
-
-def clear_leftovers(out: Path) -> None:
-    """Removes what killed processes left half done, or brings back what they had moved aside. Hold the run's lock."""
-    for path in _entries(out):
-        if found := LEFTOVER.fullmatch(path.name):
-            if found[2] == "old" and not (out / f"step-{found[1]}").exists():
-                path.rename(out / f"step-{found[1]}")  # killed between two renames
-            else:
-                shutil.rmtree(path)
-        elif re.fullmatch(r"\.(latest\.json|best\.json|log\.csv)\.\d+\.tmp", path.name, re.ASCII):
-            path.unlink()
-    if (out / "log.csv.old").exists():  # --overwrite, and killed before its first checkpoint: the old run is still here
-        (out / "log.csv.old").replace(out / "log.csv")
-
-
-def set_aside_newer(out: Path, step: int) -> None:
-    """Damaged checkpoints after `step` become step-N.damaged, so that from here on the highest number is the newest.
-
-    BadInput where one of them is whole: another process has gone on since `step` was chosen.
-    """
-    if newer := intact_after(out, step):
-        raise BadInput(f"--resume {out / f'step-{step}'}: {newer.name} is newer: start again")
-    for number in _steps(out):
-        if number > step:
-            shutil.rmtree(out / f"step-{number}.damaged", ignore_errors=True)
-            (out / f"step-{number}").rename(out / f"step-{number}.damaged")
-    if _pointed_or_none(out / "latest.json") != step:
-        files.replace(out / "latest.json", files.to_json({"step": step}))
-    if (_pointed_or_none(out / "best.json") or 0) > step:
-        (out / "best.json").unlink()
-
-
-def _remove_others(out: Path, step: int) -> None:
-    """Deletes what another run wrote in `out`, and nothing else; the new log.csv stays."""
-    for path in _entries(out):
-        if _is_ours(path) and path.name != f"step-{step}":
-            shutil.rmtree(path)
-    for name in ("latest.json", "best.json", "loss.png", "log.csv.damaged", "log.csv.old"):
-        (out / name).unlink(missing_ok=True)
-
-
-def _remove_old(out: Path) -> None:
-    pointed = [_pointed_or_none(out / name) for name in ("latest.json", "best.json")]
-    for step in _steps(out)[:-KEPT]:
-        if step not in pointed:
-            shutil.rmtree(out / f"step-{step}", ignore_errors=True)
-
-
-def _entries(out: Path) -> list[Path]:
-    try:
-        return sorted(out.iterdir()) if os.path.isdir(out) else []
-    except OSError as error:
-        raise BadInput(f"{out}: cannot be read ({error.strerror})") from None
-
-
-def _steps(out: Path) -> list[int]:
-    """The steps of which there is a folder of ours, whole or damaged, in order."""
-    found = [STEP_FOLDER.fullmatch(path.name) for path in _entries(out) if _is_ours(path)]
-    return sorted(int(match[1]) for match in found if match)
-
-
-def _is_ours(path: Path) -> bool:
-    """A step folder, also one set aside for its damage, or one that a process left behind when it died."""
-    if LEFTOVER.fullmatch(path.name):
-        return True
-    name = path.name.removesuffix(".damaged")
-    ours = any((path / file).is_file() for file in ("manifest.json", "optimizer.safetensors"))
-    return bool(STEP_FOLDER.fullmatch(name)) and ours
-
-
-def _pointed(pointer: Path) -> int:
-    step = files.read_json(pointer).get("step")
-    if type(step) is not int:
-        raise BadInput(f"{pointer}: damaged, no step in it: name a step folder")
-    return step
-
-
-def _pointed_or_none(pointer: Path) -> int | None:
-    try:
-        return _pointed(pointer)
-    except BadInput:  # a damaged pointer is no reason to end a run
-        return None
+def _digest(manifest: dict) -> str:
+    """The sha256 of a manifest without its digest, so that a change in it is noticed too."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _free_bytes(out: Path) -> int:

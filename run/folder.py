@@ -1,16 +1,100 @@
-"""The run folder: made or taken over, held by one process at a time, cleared of what a killed one left in it."""
+"""The folder of a run: who may write in it, which checkpoint in it is used, and which checkpoints stay.
 
+    step-N/                   checkpoints (checkpoint.py)
+    latest.json, best.json    {"step": N, ...}: pointers for those who read a run. Each is replaced atomically.
+    log.csv, loss.png         what happened (log.py, watch/plot.py)
+    .lock                     held by the process that trains here
+
+A run goes on from its newest checkpoint that is whole, whatever latest.json says: a kill may come between the two.
+"""
+
+import math
+import os
+import re
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from amp.scaler import DynamicLossScaler
+from base import files
 from base.errors import BadInput
-from run import checkpoint
+from run import checkpoint, resume
+from run.checkpoint import LEFTOVER, STEP_FOLDER, NotSaved
+from run.log import Row
+from settings import Settings
+
+KEPT = 2  # newest checkpoints that stay; the best one stays too
+
+
+# ---- which checkpoint
+
+
+def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("latest.json",)) -> Path:
+    """The folder of a model that `wanted` means: "auto" (in `out`, else the newest run), a run folder, or the folder.
+
+    pointers: which checkpoint of a run to take. The first pointer that exists counts.
+    """
+    folder = _find_run(wanted, out)
+    for pointer in pointers:
+        if os.path.isfile(folder / pointer):
+            return folder / f"step-{_pointed(folder / pointer)}"
+    if not os.path.isfile(folder / "config.json"):
+        raise BadInput(f"{folder}: no checkpoint there: neither {pointers[-1]} of a run nor config.json of a model")
+    return Path(os.path.realpath(folder))  # "." or a link may name a step folder, and its parent must be the run
+
+
+def find_intact(wanted: str, out: str | None = None) -> tuple[Path, list[str]]:
+    """The newest whole checkpoint of the run that `wanted` means, and a line for each newer one, which is damaged.
+
+    BadInput where none is whole. A step folder that is named is taken as it is.
+    """
+    run_folder = _find_run(wanted, out)
+    faults: list[str] = []
+    for step in reversed(_steps(run_folder)):
+        fault = checkpoint.damage(run_folder / f"step-{step}")
+        if fault is None:
+            return run_folder / f"step-{step}", faults
+        faults.append(fault)
+    if faults:
+        raise BadInput("\n".join(faults))
+    return find(wanted, out), []
+
+
+def intact_after(out: Path, step: int) -> Path | None:
+    """A whole checkpoint of the run that is newer than `step`, or None."""
+    newer = [out / f"step-{number}" for number in _steps(out) if number > step]
+    return next((folder for folder in newer if checkpoint.damage(folder) is None), None)
+
+
+def holds_run(out: Path) -> bool:
+    """Whether there is a checkpoint to lose. A log alone belongs to a run that never came to one."""
+    return os.path.isfile(out / "latest.json") or bool(_steps(out))
+
+
+def _find_run(wanted: str, out: str | None) -> Path:
+    if wanted != "auto":
+        return Path(wanted)
+    candidates = [Path(out)] if out else _entries(Path("runs"))
+    runs = [candidate for candidate in candidates if holds_run(candidate)]
+    if not runs:
+        raise BadInput(f"no checkpoint in {out or 'runs'}: train one first, or name its folder")
+    return max(runs, key=_saved_last)
+
+
+def _saved_last(out: Path) -> float:
+    """The time of a run's last save; without latest.json, which a kill may leave missing, the time of the folder."""
+    pointer = out / "latest.json"
+    return os.path.getmtime(pointer if os.path.isfile(pointer) else out)
+
+
+# ---- the start of a run
 
 
 class Lock:
-    """Held from its construction to the end of the block, or of the process: a killed one leaves no lock behind."""
+    """Held from its construction to the end of the block, or of the process: a killed process leaves no lock behind."""
 
     def __init__(self, out: Path):
         self.lock = FileLock(out / ".lock")  # flock, msvcrt on Windows; that the file is there means nothing
@@ -27,20 +111,23 @@ class Lock:
         self.lock.release()
 
 
-def open_folder(settings, dtype: str, resume_from: Path | None, first_step: int) -> tuple[Path, Lock]:
+def open_folder(settings: Settings, dtype: str, resume_from: Path | None, first_step: int) -> tuple[Path, Lock]:
     """The run folder and the lock on it. With --overwrite the old run stays until the new one saves.
 
     BadInput where it cannot be written, another process holds it, or has gone on from a later step meanwhile.
     """
     try:
-        out = Path(settings.out) if settings.out else resume_from.parent if resume_from else None
-        if out is None:
+        if settings.out:
+            out = Path(settings.out)
+        elif resume_from:
+            out = resume_from.parent
+        else:
             out = _new_folder(f"{time.strftime('%Y-%m-%d-%H%M%S')}-{settings.preset}-{dtype}")
         out.mkdir(parents=True, exist_ok=True)
         lock = Lock(out)
-        checkpoint.clear_leftovers(out)
+        clear_leftovers(out)
         if resume_from and out.absolute() == resume_from.parent.absolute():
-            checkpoint.set_aside_newer(out, first_step)
+            set_aside_newer(out, first_step)
         if settings.overwrite and (out / "log.csv").exists():
             (out / "log.csv").replace(out / "log.csv.old")
         return out, lock
@@ -57,3 +144,170 @@ def _new_folder(name: str) -> Path:
             return out
         except FileExistsError:
             number += 1
+
+
+def clear_leftovers(out: Path) -> None:
+    """Removes half-done work of killed processes, or brings back what they had moved aside. Hold the run's lock."""
+    for path in _entries(out):
+        if leftover := LEFTOVER.fullmatch(path.name):
+            step, kind = leftover.groups()
+            if kind == "old" and not (out / f"step-{step}").exists():
+                path.rename(out / f"step-{step}")  # killed between two renames
+            else:
+                shutil.rmtree(path)
+        elif re.fullmatch(r"\.(latest\.json|best\.json|log\.csv)\.\d+\.tmp", path.name, re.ASCII):
+            path.unlink()
+    if (out / "log.csv.old").exists():  # --overwrite, and killed before its first checkpoint: the old run is still here
+        (out / "log.csv.old").replace(out / "log.csv")
+
+
+def set_aside_newer(out: Path, step: int) -> None:
+    """Renames damaged checkpoints after `step` to step-N.damaged, so that the highest number is the newest again.
+
+    BadInput where one of them is whole: another process has gone on since `step` was chosen.
+    """
+    if newer := intact_after(out, step):
+        raise BadInput(f"--resume {out / f'step-{step}'}: {newer.name} is newer: start again")
+    for number in _steps(out):
+        if number > step:
+            shutil.rmtree(out / f"step-{number}.damaged", ignore_errors=True)
+            (out / f"step-{number}").rename(out / f"step-{number}.damaged")
+    if _pointed_or_none(out / "latest.json") != step:
+        files.replace({out / "latest.json": files.to_json({"step": step})})
+    if (_pointed_or_none(out / "best.json") or 0) > step:
+        (out / "best.json").unlink()
+
+
+# ---- saving
+
+
+class Saver:
+    """Saves the checkpoints of one run. It knows the best loss, the step that was saved last, and why a save failed."""
+
+    def __init__(self, out: Path, config: dict, tokenizer: dict, about: dict, best_val: float, overwrite: bool):
+        self.out, self.config, self.tokenizer = out, config, tokenizer
+        self.about = about  # the part of each manifest that stays the same
+        self.best_val = best_val
+        self.replace = overwrite  # the first checkpoint replaces the run that was here
+        self.saved_step: int | None = None
+        self.fault: str | None = None  # of the latest save
+
+    def is_best(self, val: float | None) -> bool:
+        """Whether a validation loss is the lowest yet. NaN never is."""
+        return val is not None and val < self.best_val
+
+    def save(self, row: Row, state: Callable[[], dict], scaler: DynamicLossScaler, tell: Callable[[str], None]) -> None:
+        """Saves the step of `row`. A failure, like a full disk, is told and kept in `fault`: the run goes on.
+
+        state: gives the arrays, as Backend.state. A model that has diverged is not saved: it would push out a good one.
+        """
+        if not math.isfinite(row.loss if row.val is None else row.val):
+            return
+        best = self.is_best(row.val)
+        best_val = row.val if best else self.best_val
+        manifest = self.about | resume.state_of(scaler, best_val)
+        try:
+            save(self.out, row.step, state(), self.config, self.tokenizer, manifest, best, self.replace)
+        except NotSaved as error:
+            self.fault = str(error)
+            tell(self.fault)
+        else:
+            self.best_val, self.saved_step = best_val, row.step
+            self.replace, self.fault = False, None
+
+    def state_of(self, row: Row) -> str:
+        """Words that say whether the step of `row` is saved."""
+        if self.saved_step == row.step:
+            return f"{self.out / f'step-{row.step}'} is saved"
+        return f"step {row.step} has a loss of {row.loss}: not saved"
+
+
+def save(
+    out: Path,
+    step: int,
+    arrays: dict,
+    config: dict,
+    tokenizer: dict,
+    manifest: dict,
+    best: bool = False,
+    replace: bool = False,
+) -> Path:
+    """Writes `out/step-N`, points latest.json (with `best` also best.json) at it, and deletes what is not kept.
+
+    replace: the folder holds another run, which is deleted last. NotSaved where the disk is full, say.
+    """
+    folder = checkpoint.write(out, step, arrays, config, tokenizer, manifest, keep_replaced=replace)
+    pointers = {out / "latest.json": files.to_json({"step": step})}
+    if best:
+        pointers[out / "best.json"] = files.to_json({"step": step, "val": manifest["best_val"]})
+    try:
+        files.replace(pointers)
+    except OSError as error:
+        if replace:
+            checkpoint.undo(folder)
+            raise NotSaved(f"step {step} is not saved: {error.strerror}: the run in {out} stays") from error
+        raise NotSaved(f"step {step} is saved, but nothing in {out} points at it: {error.strerror}") from error
+    if replace:
+        try:
+            _remove_other_run(out, step, best)
+        except OSError as error:
+            raise NotSaved(f"step {step} is saved, but the run in {out} is not deleted: {error.strerror}") from error
+    else:
+        _remove_old(out)
+    return folder
+
+
+def _remove_other_run(out: Path, step: int, best: bool) -> None:
+    """Deletes what another run wrote in `out`, and nothing else. The new run's step, pointers and log.csv stay."""
+    for path in _entries(out):
+        if _is_ours(path) and path.name != f"step-{step}":
+            shutil.rmtree(path)
+    others = ["loss.png", "log.csv.damaged", "log.csv.old"]
+    for name in others if best else [*others, "best.json"]:
+        (out / name).unlink(missing_ok=True)
+
+
+def _remove_old(out: Path) -> None:
+    pointed = [_pointed_or_none(out / name) for name in ("latest.json", "best.json")]
+    for step in _steps(out)[:-KEPT]:
+        if step not in pointed:
+            shutil.rmtree(out / f"step-{step}", ignore_errors=True)
+
+
+# ---- names in a run folder
+
+
+def _entries(out: Path) -> list[Path]:
+    try:
+        return sorted(out.iterdir()) if os.path.isdir(out) else []
+    except OSError as error:
+        raise BadInput(f"{out}: cannot be read ({error.strerror})") from None
+
+
+def _steps(out: Path) -> list[int]:
+    """The steps of which there is a folder of ours, whole or damaged, in order."""
+    matches = [STEP_FOLDER.fullmatch(path.name) for path in _entries(out) if _is_ours(path)]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this is a step folder, also one set aside for its damage, or one that a killed process left behind."""
+    if LEFTOVER.fullmatch(path.name):
+        return True
+    name = path.name.removesuffix(".damaged")
+    has_our_files = any((path / file).is_file() for file in ("manifest.json", "optimizer.safetensors"))
+    return bool(STEP_FOLDER.fullmatch(name)) and has_our_files
+
+
+def _pointed(pointer: Path) -> int:
+    step = files.read_json(pointer).get("step")
+    if type(step) is not int:
+        raise BadInput(f"{pointer}: damaged, no step in it: name a step folder")
+    return step
+
+
+def _pointed_or_none(pointer: Path) -> int | None:
+    try:
+        return _pointed(pointer)
+    except BadInput:  # a damaged pointer is no reason to end a run
+        return None

@@ -1,9 +1,14 @@
-"""What a program reads: log.csv, one row every --log-every steps and one for each validation."""
+"""log.csv, which programs read: one row every --log-every steps and one for each validation.
+
+The format only grows. A later version may add columns: its rows are read here with the columns that Row has, the others
+stay in the file. In a log that is older than a column of Row, the column is empty.
+"""
 
 import csv
 import io
 import math
 import os
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +34,9 @@ class Row(NamedTuple):
     seconds: float  # of training since the start, without validation and saving
 
 
+WHOLE = {"step", "skipped", "tokens"}  # columns of whole numbers
+
+
 class Log:
     """Appends rows to a CSV file, each written through; a resumed run first drops the rows after its checkpoint.
 
@@ -37,11 +45,15 @@ class Log:
     """
 
     def __init__(self, path: Path, first_step: int = 0):
-        kept = [row for row in _read_or_set_aside(path) if row.step <= first_step] if first_step else []
-        self.seconds, self.waiting = kept[-1].seconds if kept else 0.0, b""
+        self.columns, kept = list(Row._fields), []
+        if first_step:
+            self.columns, lines = _read_or_set_aside(path)
+            kept = [line for line in lines if int(line["step"]) <= first_step]
+        self.seconds = float(kept[-1].get("seconds") or 0) if kept else 0.0
+        self.waiting = b""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # so that a crash here loses no row
         try:
-            temporary.write_bytes(b"".join(map(_line, [Row._fields, *kept])))
+            temporary.write_bytes(_line(self.columns) + b"".join(map(self._cells, kept)))
             temporary.replace(path)
             self.file = open(path, "ab", buffering=0)  # noqa: SIM115, closed in __exit__
         except OSError as error:
@@ -49,8 +61,11 @@ class Log:
             raise BadInput(f"{path}: cannot be written ({error.strerror})") from None
 
     def write(self, row: Row) -> None:
-        self.waiting += _line(row)
+        self.waiting += self._cells(row._asdict())
         self.write_waiting()
+
+    def _cells(self, row: dict) -> bytes:
+        return _line(row.get(column) for column in self.columns)
 
     def write_waiting(self) -> None:
         with suppress(OSError):
@@ -67,40 +82,84 @@ class Log:
         self.file.close()
 
 
-def _line(row: Iterable) -> bytes:
+class Clock:
+    """Measures the seconds of training alone: it stands still while a run validates, logs and saves."""
+
+    def __init__(self, seconds: float, first_step: int, tokens_per_step: int):
+        self.seconds = seconds  # of training since the start of the run
+        self.seconds_before, self.first_step = seconds, first_step  # of earlier processes
+        self.tokens_per_step = tokens_per_step
+        self.start(first_step)
+
+    def start(self, done: int) -> None:
+        """Starts the clock when `done` steps are done."""
+        self.started, self.started_at_step = time.perf_counter(), done
+
+    def stop(self, done: int) -> float:
+        """Stops the clock when `done` steps are done. Returns tokens per second since its start."""
+        elapsed = time.perf_counter() - self.started
+        self.seconds += elapsed
+        return (done - self.started_at_step) * self.tokens_per_step / elapsed
+
+    def mean_tokens_per_second(self, done: int) -> float:
+        """The mean speed of this process."""
+        return (done - self.first_step) * self.tokens_per_step / (self.seconds - self.seconds_before)
+
+
+def _line(cells: Iterable) -> bytes:
     line = io.StringIO(newline="")
-    csv.writer(line).writerow(["" if value is None else value for value in row])
+    csv.writer(line).writerow(["" if cell is None else cell for cell in cells])
     return line.getvalue().encode()
 
 
-def _read_or_set_aside(path: Path) -> list[Row]:
-    """The rows; of a log that cannot be read, none, and the file stays as log.csv.damaged."""
+def read_log(path: Path) -> list[Row]:
+    """The rows of a log.csv, with every digit that was written. A column that the file lacks is None."""
+    return [_row(cells) for cells in _read(path)[1]]
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns of a log and its rows as text. A last row without its end, as a full disk leaves it, is left out."""
+    with open(path, newline="", encoding="utf-8") as file:
+        whole_lines = [line for line in file if line.endswith("\n")]
+    reader = csv.DictReader(whole_lines)
+    return list(reader.fieldnames or []), list(reader)
+
+
+def _row(cells: dict[str, str]) -> Row:
+    """One row from its text. ValueError where a cell is not a number, or there are more or fewer cells than columns."""
+    if None in cells or None in cells.values():
+        raise ValueError("a row with more or fewer cells than there are columns")
+    row = Row(**{column: _value(column, cells.get(column, "")) for column in Row._fields})
+    if row.step is None:
+        raise ValueError("a row without its step")
+    if row.seconds is not None and not math.isfinite(row.seconds):
+        raise ValueError(f"{row.seconds} seconds of training")
+    return row
+
+
+def _value(column: str, text: str):
+    if text == "":
+        return None
+    if column == "kernel":
+        return text
+    return int(text) if column in WHOLE else float(text)
+
+
+def _read_or_set_aside(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns, with those that the file lacks behind its own, and the rows as text, all of which can be read.
+
+    A log that cannot be read stays as log.csv.damaged, and there are no rows.
+    """
+    columns: list[str] = []
+    lines: list[dict[str, str]] = []
     try:
-        return read_log(path) if path.exists() else []
+        if path.exists():
+            columns, lines = _read(path)
+        for line in lines:
+            _row(line)
     except (ValueError, TypeError, csv.Error):
         path.replace(path.with_name(path.name + ".damaged"))
-        return []
+        columns, lines = [], []
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({error.strerror}): move it away") from None
-
-
-def read_log(path: Path) -> list[Row]:
-    """The rows of a log.csv, with every digit that was written."""
-    whole = {"step", "skipped", "tokens"}
-
-    def value(name: str, text: str):
-        if text == "" and name in ("val", "val_error"):
-            return None
-        if name == "kernel":
-            return text
-        number = int(text) if name in whole else float(text)
-        if name == "seconds" and not math.isfinite(number):
-            raise ValueError(f"{text} seconds of training")
-        return number
-
-    with open(path, newline="", encoding="utf-8") as file:
-        return [
-            Row(**{name: value(name, text) for name, text in row.items()})
-            for row in csv.DictReader(file)
-            if None not in row.values()
-        ]
+    return [*columns, *(column for column in Row._fields if column not in columns)], lines

@@ -6,6 +6,7 @@ from pathlib import Path
 from amp.scaler import DynamicLossScaler
 from base.errors import BadInput
 from optim.schedule import learning_rate
+from settings import MAX_SCALE
 
 SCHEDULE = ("steps", "lr", "min_lr", "warmup")
 HARMLESS = ("corpus", "log_every", "eval_every", "save_every", "max_skips")  # training does not depend on these
@@ -60,6 +61,23 @@ def notes(settings, asked: dict, hardware, kernel, versions: dict, manifest: dic
     if moved:
         lines.append(f"{', '.join(moved)}: goes on, but perhaps not bit for bit")
     return lines
+
+
+def build_scaler(settings, manifest: dict) -> DynamicLossScaler:
+    """The scaler of a run, as it was at its checkpoint. `manifest` is empty where a run begins.
+
+    With --loss-scaling off the scale is held at 1 and the checks stay: a NaN still skips its step.
+    """
+    on = settings.loss_scaling == "on"
+    scaler = DynamicLossScaler(
+        init_scale=settings.init_scale if on else 1.0,
+        growth_interval=settings.growth_interval,
+        max_scale=MAX_SCALE if on else 1.0,
+        max_consecutive_skips=settings.max_skips,
+    )
+    if manifest:
+        restore_scaler(scaler, settings, manifest)
+    return scaler
 
 
 def restore_scaler(scaler: DynamicLossScaler, settings, manifest: dict) -> None:

@@ -5,10 +5,12 @@ import signal
 import time
 from contextlib import suppress
 
+from base.errors import Ended
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopped(Exception):
+class Stopped(Ended):
     """A signal ended the run between two steps. `status` is the exit status that shells give to it: 143 or 130."""
 
     def __init__(self, number: int, message: str):

@@ -1,18 +1,37 @@
-"""Whose the run folder is."""
+"""The folder of a run: who may write in it, which checkpoint is used, which stay."""
 
+import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import train
+from base import files
 from base.errors import BadInput
 from run import checkpoint
-from run.folder import Lock, open_folder
+from run.checkpoint import NotSaved
+from run.folder import Lock, clear_leftovers, find, find_intact, holds_run, open_folder, save, set_aside_newer
 from run.log import read_log
+from tests.checkpoints import (
+    ABOUT,
+    CONFIG,
+    TOKENIZER,
+    altered,
+    arrays,
+    assert_same,
+    content,
+    fails_at_write,
+    folders,
+    pointed,
+    save_step,
+)
 from tests.conftest import TINY, numbers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,8 +70,10 @@ def test_the_lock_of_a_process_dies_with_it(tmp_path, holder):
 @pytest.mark.parametrize("how", ["--out", "--overwrite --out", "--resume"])
 def test_a_second_run_is_refused_and_changes_nothing(run, holder, corpus, capsys, how):
     out, _ = run("run", "--steps 2")
-    if how == "--out":  # a run that has not saved yet: else settings.py refuses it before
-        checkpoint._remove_others(out, 0)
+    if how == "--out":  # a run that has not saved yet: otherwise request.py refuses it before
+        shutil.rmtree(out / "step-2")
+        for pointer in ("latest.json", "best.json"):
+            (out / pointer).unlink()
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     holder(out)
     flags = ["--steps", "3", *how.split(), str(out)]
@@ -82,7 +103,7 @@ def test_overwrite_keeps_the_old_run_until_the_new_one_saves(run, monkeypatch):
         patched.setattr(train, "mean_loss", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run("run", "--steps 3 --seed 1 --overwrite")
-    assert checkpoint.find_intact(str(out)) == (out / "step-6", [])
+    assert find_intact(str(out)) == (out / "step-6", [])
     assert train.main(["--resume", str(out), "--steps", "7"]) == 0
     assert numbers(read_log(out / "log.csv"))[:6] == numbers(rows)
 
@@ -106,3 +127,256 @@ def test_a_run_that_went_on_since_its_checkpoint_was_chosen_is_not_rolled_back(r
     settings = SimpleNamespace(out=None, overwrite=False)
     with pytest.raises(BadInput, match="step-4 is newer: start again"):
         open_folder(settings, "fp32", out / "step-2", 2)
+
+
+# ---- pointers, and which checkpoints stay
+
+
+def test_latest_follows_each_save_and_best_only_the_best(tmp_path):
+    save_step(tmp_path, 1, best=True)
+    save_step(tmp_path, 2)
+    assert pointed(tmp_path, "latest.json") == 2
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 1, "val": 1 / 3}
+    save_step(tmp_path, 3, best=True)
+    assert pointed(tmp_path, "latest.json") == pointed(tmp_path, "best.json") == 3
+
+
+def test_the_newest_two_and_the_best_stay(tmp_path):
+    save_step(tmp_path, 9)
+    save_step(tmp_path, 10, best=True)
+    for step in (11, 100, 101):  # as words, "100" sorts before "11"
+        save_step(tmp_path, step)
+    assert folders(tmp_path) == {"step-10", "step-100", "step-101"}
+    save_step(tmp_path, 102, best=True)
+    assert folders(tmp_path) == {"step-101", "step-102"}
+
+
+def test_the_step_just_saved_stays_also_among_later_ones(tmp_path):
+    save_step(tmp_path, 50)
+    save_step(tmp_path, 60)
+    save_step(tmp_path, 10)  # a run resumed from an early checkpoint
+    assert pointed(tmp_path, "latest.json") == 10
+    assert_same(checkpoint.load(find(str(tmp_path)))[0], arrays(10))
+
+
+def test_a_damaged_pointer_does_not_end_a_run(tmp_path):
+    save_step(tmp_path, 1, best=True)
+    (tmp_path / "best.json").write_text("")
+    for step in (2, 3, 4):
+        save_step(tmp_path, step)
+    assert find(str(tmp_path)).name == "step-4"
+
+
+# ---- finding
+
+
+def test_a_run_folder_means_its_latest_step(tmp_path):
+    save_step(tmp_path, 2)
+    save_step(tmp_path, 10)
+    assert find(str(tmp_path)) == tmp_path / "step-10"
+
+
+def test_a_step_folder_means_itself(tmp_path):
+    save_step(tmp_path, 2)
+    save_step(tmp_path, 10)
+    assert find(str(tmp_path / "step-2")) == tmp_path / "step-2"
+
+
+def test_auto_means_the_run_in_out(tmp_path):
+    save_step(tmp_path / "one", 1)
+    save_step(tmp_path / "other", 2)
+    assert find("auto", str(tmp_path / "one")) == tmp_path / "one" / "step-1"
+
+
+def test_auto_without_out_means_the_newest_run_with_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(["empty", "newest", "older"]):
+        run = Path("runs", name)
+        run.mkdir(parents=True)
+        if name != "empty":
+            save_step(run, 4 + age)
+            os.utime(run / "latest.json", (1e9 - age, 1e9 - age))
+    assert find("auto") == Path("runs", "newest", "step-5")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "out", "named"),
+    [("auto", None, "runs"), ("auto", "out", "out"), ("missing", None, "missing"), ("empty", None, "empty")],
+)
+def test_where_there_is_no_checkpoint_the_place_is_named(tmp_path, monkeypatch, wanted, out, named):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    with pytest.raises(BadInput, match="no checkpoint") as error:
+        find(wanted, out)
+    assert named in str(error.value)
+
+
+def test_a_pointer_to_a_step_that_is_gone_is_refused(tmp_path):
+    shutil.rmtree(save_step(tmp_path, 3))
+    with pytest.raises(BadInput, match="step-3"):
+        checkpoint.load(find(str(tmp_path)))
+
+
+# ---- removing a run
+
+
+def test_a_checkpoint_is_recognised_and_a_log_or_a_killed_save_is_none(tmp_path):
+    (tmp_path / "log.csv").touch()
+    (tmp_path / ".step-2.4711.tmp").mkdir()
+    assert not holds_run(tmp_path)
+    save_step(tmp_path, 1)
+    (tmp_path / "latest.json").unlink()
+    assert holds_run(tmp_path)
+
+
+def replace(out: Path, step: int) -> Path:
+    return save(out, step, arrays(7), asdict(CONFIG), TOKENIZER, ABOUT, replace=True)
+
+
+def test_replacing_a_run_removes_all_of_it_but_the_new_log(tmp_path):
+    save_step(tmp_path, 30, best=True)
+    for name in ("log.csv", "loss.png", "log.csv.old"):
+        (tmp_path / name).touch()
+    for name in (".step-2.4711.tmp", "step-40.damaged"):
+        shutil.copytree(tmp_path / "step-30", tmp_path / name)
+    replace(tmp_path, 20)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-20", "latest.json", "log.csv"}
+    assert pointed(tmp_path, "latest.json") == 20
+
+
+@pytest.mark.parametrize("call", range(5))
+def test_a_run_is_not_replaced_before_the_new_checkpoint_is_whole(tmp_path, monkeypatch, call):
+    save_step(tmp_path, 30, best=True)
+    before = content(tmp_path)
+    fails_at_write(monkeypatch, call)
+    with pytest.raises(checkpoint.NotSaved):
+        replace(tmp_path, 20)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "step-1.txt", "mine/log.csv", "step-by-step/notes.txt", "step-7/mine.txt"]
+)
+def test_replacing_a_run_leaves_foreign_files(tmp_path, name):
+    save_step(tmp_path, 1)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    replace(tmp_path, 2)
+    assert (tmp_path / name).read_text() == "mine"
+    assert not (tmp_path / "step-1").exists()
+
+
+# ---- going on
+
+
+def damaged_run(out: Path) -> Path:
+    """Checkpoints 1 (best), 2 and 3, of which the newest has one other byte."""
+    for step in (1, 2, 3):
+        save_step(out, step, best=step == 1)
+    next(altered(out / "step-3" / "model.safetensors", masks=[1], places=[500]))
+    return out
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole_and_the_damaged_is_named(tmp_path):
+    folder, (line,) = find_intact(str(damaged_run(tmp_path)))
+    assert folder == tmp_path / "step-2"
+    assert str(tmp_path / "step-3" / "model.safetensors") in line
+
+
+def test_where_no_checkpoint_is_whole_each_is_named(tmp_path):
+    damaged_run(tmp_path)
+    for step in (1, 2):
+        (tmp_path / f"step-{step}" / "manifest.json").unlink()
+    with pytest.raises(BadInput) as error:
+        find_intact("auto", str(tmp_path))
+    assert [f"step-{step}" in line for step, line in zip((3, 2, 1), str(error.value).splitlines(), strict=True)]
+
+
+@pytest.mark.parametrize("pointer", [None, b"", b'{"step": 1}'])
+def test_a_run_goes_on_from_its_newest_checkpoint_whatever_the_pointer_says(tmp_path, pointer):
+    """A kill may come between the checkpoint and latest.json."""
+    save_step(tmp_path, 1)
+    save_step(tmp_path, 2)
+    (tmp_path / "latest.json").unlink()
+    if pointer is not None:
+        (tmp_path / "latest.json").write_bytes(pointer)
+    assert find_intact("auto", str(tmp_path)) == (tmp_path / "step-2", [])
+
+
+def test_the_damaged_newest_is_set_aside_and_the_pointers_follow(tmp_path):
+    save_step(damaged_run(tmp_path), 3, best=True)
+    next(altered(tmp_path / "step-3" / "optimizer.safetensors", masks=[1], places=[500]))
+    set_aside_newer(tmp_path, 2)
+    assert folders(tmp_path) == {"step-2", "step-3.damaged"}
+    assert pointed(tmp_path, "latest.json") == 2
+    assert not (tmp_path / "best.json").exists()
+
+
+def test_a_whole_newer_checkpoint_is_not_set_aside(tmp_path):
+    save_step(tmp_path, 1)
+    save_step(tmp_path, 2)
+    with pytest.raises(BadInput, match="step-2 is newer"):
+        set_aside_newer(tmp_path, 1)
+    assert folders(tmp_path) == {"step-1", "step-2"}
+
+
+def test_what_killed_saves_left_is_cleared(tmp_path):
+    before = content(save_step(tmp_path, 1).parent)
+    for name in (".step-2.4711.tmp", ".step-1.4711.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    for name in (".latest.json.4711.tmp", ".log.csv.4711.tmp"):
+        (tmp_path / name).touch()
+    clear_leftovers(tmp_path)
+    assert content(tmp_path) == before
+    assert folders(tmp_path) == {"step-1"}
+
+
+def test_a_step_that_was_being_replaced_when_the_process_died_comes_back(tmp_path):
+    save_step(tmp_path, 1).rename(tmp_path / ".step-1.4711.old")
+    clear_leftovers(tmp_path)
+    assert_same(checkpoint.load(tmp_path / "step-1")[0], arrays(1))
+
+
+def test_the_log_of_a_run_that_was_not_replaced_after_all_comes_back(tmp_path):
+    (tmp_path / "log.csv.old").write_text("old")
+    (tmp_path / "log.csv").write_text("new")
+    clear_leftovers(tmp_path)
+    assert content(tmp_path) == {"log.csv": b"old"}
+
+
+# ---- a pointer that cannot be written
+
+
+def fails_for_pointers(monkeypatch) -> None:
+    write = files.write
+
+    def full(path: Path, content: bytes):
+        if path.name.startswith((".latest", ".best")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content)
+
+    monkeypatch.setattr(files, "write", full)
+
+
+def test_a_step_without_its_pointer_is_told_and_goes_on(tmp_path, monkeypatch):
+    save_step(tmp_path, 1, best=True)
+    with monkeypatch.context() as full_disk:
+        fails_for_pointers(full_disk)
+        with pytest.raises(NotSaved, match=f"step 2 is saved, but nothing in {tmp_path} points at it: No space"):
+            save_step(tmp_path, 2, best=True)
+    assert pointed(tmp_path, "latest.json") == pointed(tmp_path, "best.json") == 1
+    assert find_intact(str(tmp_path)) == (tmp_path / "step-2", [])
+
+
+@pytest.mark.parametrize("step", [20, 30])
+def test_a_run_is_deleted_last(tmp_path, monkeypatch, step):
+    """The disk is full when the pointers of the new run are written: the old run stays as it was."""
+    save_step(tmp_path, 30, best=True)
+    before = content(tmp_path)
+    fails_for_pointers(monkeypatch)
+    why = f"step {step} is not saved: No space left on device: the run in {tmp_path} stays"
+    with pytest.raises(NotSaved, match=why):
+        replace(tmp_path, step)
+    assert content(tmp_path) == before
+    assert folders(tmp_path) == {"step-30"}

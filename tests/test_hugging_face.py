@@ -19,7 +19,7 @@ from model.backends import Hardware
 from model.config import GPTConfig, initial_weights, parameters
 from model.hugging_face import published
 from model.minigpt import MiniGPT
-from run import checkpoint
+from run import checkpoint, folder
 from settings import Settings
 
 CONFIG = GPTConfig(vocab_size=256, block_size=32, n_layer=2, n_head=2, n_embd=32, dropout=0.1)
@@ -31,7 +31,7 @@ ABOUT |= {key: {} for key in ("settings", "config", "scaler", "corpus", "compute
 def save(out, weights: dict[str, np.ndarray]):
     """A step folder with these weights."""
     arrays = {"model": weights, "optimizer": {"step": np.array(0)}}
-    return checkpoint.save(out, 1, arrays, asdict(CONFIG), ByteTokenizer().describe(), ABOUT)
+    return folder.save(out, 1, arrays, asdict(CONFIG), ByteTokenizer().describe(), ABOUT)
 
 
 def theirs(folder=None):

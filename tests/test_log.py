@@ -162,7 +162,7 @@ def test_a_log_is_plain_csv(tmp_path):
     assert re.fullmatch(r"2,0\.5,,,.*", lines[2])
 
 
-@pytest.mark.parametrize(("column", "text"), [("step", ""), ("seconds", ""), ("seconds", "inf"), ("loss", "four")])
+@pytest.mark.parametrize(("column", "text"), [("step", ""), ("step", "1.5"), ("seconds", "inf"), ("loss", "four")])
 def test_a_row_without_a_number_sets_the_log_aside(tmp_path, column, text):
     path = tmp_path / "log.csv"
     lines = write(path, rows(1, 2)).decode().splitlines()
@@ -178,3 +178,43 @@ def test_a_log_that_is_a_folder_is_bad_input(tmp_path):
     (tmp_path / "log.csv").mkdir()
     with pytest.raises(BadInput, match="cannot be read"):
         Log(tmp_path / "log.csv", first_step=2)
+
+
+# ---- columns that came later
+
+
+def test_a_log_without_a_column_goes_on_and_the_column_is_empty(tmp_path):
+    """As a log is that was written before there was a column."""
+    path = tmp_path / "log.csv"
+    write(path, rows(1, 2))
+    without = [re.sub(r",[^,]*,([^,]*)$", r",\1", line) for line in path.read_text().splitlines()]  # the last but one
+    path.write_text("\n".join(without) + "\n")
+    assert "kernel" not in path.read_text()
+    write(path, rows(3), first_step=2)
+    older = [row._replace(kernel=None) for row in rows(1, 2)]
+    assert read_log(path) == [*older, *rows(3)]
+    write(path, rows(4), first_step=3)
+    assert read_log(path) == [*older, *rows(3, 4)]
+    assert not (tmp_path / "log.csv.damaged").exists()
+
+
+def test_a_column_of_a_later_version_stays(tmp_path):
+    path = tmp_path / "log.csv"
+    write(path, rows(1, 2))
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([f"memory,{header}", *(f"{n} MB,{line}" for n, line in enumerate(lines))]) + "\n")
+    before = path.read_bytes()
+    assert read_log(path) == rows(1, 2)
+    write(path, rows(3), first_step=2)
+    assert path.read_bytes().replace(b"\r", b"").startswith(before)
+    assert read_log(path) == rows(1, 2, 3)
+    assert path.read_text().splitlines()[-1].startswith(",3,")
+
+
+def test_a_row_with_too_many_cells_sets_the_log_aside(tmp_path):
+    path = tmp_path / "log.csv"
+    write(path, rows(1, 2))
+    path.write_text(path.read_text().rstrip() + ",one more\n")
+    write(path, rows(3), first_step=2)
+    assert read_log(path) == rows(3)
+    assert (tmp_path / "log.csv.damaged").is_file()

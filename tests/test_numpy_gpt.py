@@ -24,8 +24,8 @@ from data.tokenizers import train as train_tokenizer
 from model import backends, numpy_backend, numpy_gpt
 from model.config import HEAD, TIED, GPTConfig, initial_weights, is_operand, parameters
 from model.minigpt import MiniGPT
+from request import read as read_settings
 from settings import Settings
-from settings import read as read_settings
 from tests.conftest import assert_same_state
 
 ROOT = Path(__file__).resolve().parent.parent

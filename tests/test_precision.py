@@ -6,7 +6,7 @@ import math
 import pytest
 
 import benchmark
-import settings
+import request
 import train
 from amp.formats import FORMATS
 from benchmarks import precision, report
@@ -20,7 +20,7 @@ TINY = ["precision", "--device", "cpu", "--steps", "2", "--seeds", "2"]
 def results(tmp_path, monkeypatch):
     for module in (report, precision):
         monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(settings, "ADOPTED", tmp_path / "results" / "config.json")
+    monkeypatch.setattr(request, "ADOPTED", tmp_path / "results" / "config.json")
     return tmp_path / "results"
 
 
@@ -134,7 +134,7 @@ def test_the_committed_measurement_is_whole_and_the_adopted_precision_is_in_it()
 
 def test_the_adopted_precision_is_trained_in_and_the_header_says_so(results, run, capsys):
     results.mkdir()
-    settings.ADOPTED.write_text('{"precision": "fp16"}')
+    request.ADOPTED.write_text('{"precision": "fp16"}')
     out, rows = run("run", "--dtype adopted --steps 1")
     assert rows[0].scale > 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dtype ")]
@@ -148,10 +148,10 @@ def test_the_adopted_precision_is_trained_in_and_the_header_says_so(results, run
 def test_without_a_measurement_nothing_is_adopted(content, results, capsys):
     results.mkdir()
     if content is not None:
-        settings.ADOPTED.write_text(content)
+        request.ADOPTED.write_text(content)
     assert train.main(["--dtype", "adopted"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"train.py: error: --dtype adopted: {settings.ADOPTED} ")
+    assert line.startswith(f"train.py: error: --dtype adopted: {request.ADOPTED} ")
     assert line.endswith(": run benchmark.py precision first")
 
 

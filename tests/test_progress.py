@@ -1,15 +1,15 @@
-"""What a person watches."""
+"""The bar and the lines that a person sees."""
 
 import errno
 import io
 import os
 import sys
-from contextlib import nullcontext
 
 import pytest
 
 from run.log import Row
 from watch.progress import Progress, line, short, thousands
+from watch.watch import Watch
 
 ROW = Row(
     step=50,
@@ -77,10 +77,10 @@ def test_thousands(x, text):
 
 
 def test_elsewhere_each_row_is_a_plain_line_and_nothing_else(capsys):
-    with Progress(0, 100) as progress:
+    with Watch([Progress(0, 100)]) as progress:
         for row in (ROW, VALIDATED):
-            progress.advance()
-            progress.show(row)
+            progress.step()
+            progress.row(row)
     written = capsys.readouterr()
     assert written.out == f"{LINE}\n{VALIDATED_LINE}\n"
     assert written.err == ""
@@ -90,18 +90,18 @@ def test_elsewhere_each_row_is_a_plain_line_and_nothing_else(capsys):
 def test_a_terminal_on_one_side_only_gets_plain_lines(monkeypatch, capsys, stream):
     only = Terminal()
     monkeypatch.setattr(sys, stream, only)
-    with Progress(0, 100) as progress:
-        progress.show(ROW)
+    with Watch([Progress(0, 100)]) as progress:
+        progress.row(ROW)
     written = capsys.readouterr()
     assert only.getvalue() + written.out + written.err == LINE + "\n"
 
 
 def test_on_a_terminal_there_is_a_bar_with_the_numbers_beside_it(monkeypatch):
     out, err = terminal(monkeypatch)
-    with Progress(10, 40) as progress:
+    with Watch([Progress(10, 40)]) as progress:
         for _ in range(10):
-            progress.advance()
-        progress.show(ROW)
+            progress.step()
+        progress.row(ROW)
         shown = err.getvalue().split("\r")[-1]
     assert out.getvalue() == ""
     assert shown.startswith(" 50% ")
@@ -111,9 +111,9 @@ def test_on_a_terminal_there_is_a_bar_with_the_numbers_beside_it(monkeypatch):
 
 def test_on_a_terminal_a_validation_is_a_line_and_stays_beside_the_bar(monkeypatch):
     out, err = terminal(monkeypatch)
-    with Progress(0, 100) as progress:
-        progress.show(VALIDATED)
-        progress.show(ROW._replace(loss=1.5))
+    with Watch([Progress(0, 100)]) as progress:
+        progress.row(VALIDATED)
+        progress.row(ROW._replace(loss=1.5))
         shown = err.getvalue().split("\r")[-1]
     assert out.getvalue() == VALIDATED_LINE + "\n"
     assert "loss 1.500 val 2.341 lr" in shown
@@ -121,7 +121,7 @@ def test_on_a_terminal_a_validation_is_a_line_and_stays_beside_the_bar(monkeypat
 
 def test_a_resumed_run_begins_its_bar_where_it_begins(monkeypatch):
     _, err = terminal(monkeypatch)
-    with Progress(30, 40):
+    with Watch([Progress(30, 40)]):
         pass
     assert " 75% " in err.getvalue()
 
@@ -133,12 +133,30 @@ def test_the_short_form_fits_beside_a_bar_in_80_columns():
     assert len(short(ROW._replace(val=2.34))) < 80 - len(" 50% 00:20 ")
 
 
-@pytest.mark.parametrize(("number", "ends"), [(errno.ENOSPC, False), (errno.EPIPE, True)])
-def test_an_output_on_a_full_disk_does_not_end_a_run(monkeypatch, number, ends):
-    class Broken(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(number, os.strerror(number))
+class Broken(io.StringIO):
+    """An output that takes nothing."""
 
-    monkeypatch.setattr(sys, "stdout", Broken())
-    with Progress(0, 40) as progress, pytest.raises(OSError, match="pipe") if ends else nullcontext():
-        progress.show(ROW)
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def test_lines_go_on_when_a_full_disk_has_room_again(monkeypatch, capsys):
+    with Watch([Progress(0, 40)]) as progress:
+        with monkeypatch.context() as full_disk:
+            full_disk.setattr(sys, "stdout", Broken(errno.ENOSPC))
+            progress.row(ROW)
+        progress.row(VALIDATED)
+    assert capsys.readouterr() == (f"{VALIDATED_LINE}\n", "")
+
+
+def test_lines_end_with_a_note_when_nobody_reads_them(monkeypatch, capsys):
+    with Watch([Progress(0, 40)]) as progress:
+        with monkeypatch.context() as reader_left:
+            reader_left.setattr(sys, "stdout", Broken(errno.EPIPE))
+            progress.row(ROW)
+        progress.row(VALIDATED)
+    assert capsys.readouterr() == ("", "note    no progress: [Errno 32] Broken pipe\n")

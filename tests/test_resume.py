@@ -19,6 +19,7 @@ import data.corpus
 import train
 from model.backends import Hardware, Kernel
 from run import checkpoint, resume
+from run.folder import find, find_intact
 from run.log import read_log
 from tests.conftest import TINY, numbers
 
@@ -221,7 +222,7 @@ def test_a_run_that_is_killed_fifty_times_is_the_run_that_was_not(run, corpus, t
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert process.exitcode == -signal.SIGKILL, f"life {life} ended by itself with {process.exitcode}"
-        folder, damaged = checkpoint.find_intact(str(out))
+        folder, damaged = find_intact(str(out))
         step = int(folder.name.removeprefix("step-"))
         assert damaged == []
         assert step > saved
@@ -251,7 +252,7 @@ def test_a_library_that_this_backend_does_not_use_is_no_change():
 def test_a_copy_of_a_step_is_not_taken_for_a_later_one(run):
     out, _ = run("copied", "--steps 4 --save-every 2")
     shutil.copytree(out / "step-4", out / "step-99")
-    folder, faults = checkpoint.find_intact(str(out))
+    folder, faults = find_intact(str(out))
     assert folder == out / "step-4"
     assert "step-99: holds step 4" in faults[0]
 
@@ -259,6 +260,6 @@ def test_a_copy_of_a_step_is_not_taken_for_a_later_one(run):
 def test_a_step_folder_by_another_name_leads_to_its_run(run, monkeypatch, tmp_path):
     out, _ = run("linked", "--steps 4 --save-every 2")
     (tmp_path / "link").symlink_to(out / "step-4")
-    assert checkpoint.find(str(tmp_path / "link")) == out / "step-4"
+    assert find(str(tmp_path / "link")) == out / "step-4"
     monkeypatch.chdir(out / "step-4")
-    assert checkpoint.find(".") == out / "step-4"
+    assert find(".") == out / "step-4"

@@ -11,6 +11,7 @@ import train
 from base.errors import BadInput
 from model.generate import generate, probabilities
 from run import checkpoint
+from run.folder import save
 
 V = 6
 LOGITS = np.array([0.5, -1.0, 2.0, 0.0, 1.0, -3.0], dtype=np.float32)
@@ -250,7 +251,7 @@ def test_damaged_weights_are_an_error_and_no_text(run_folder, tmp_path, capsys):
     weights["ln_f.weight"] = np.full_like(weights["ln_f.weight"], np.nan)
     arrays = {"model": weights, "optimizer": {"step": np.array(0)}}
     manifest = checkpoint.read_manifest(run_folder / "step-4")
-    folder = checkpoint.save(tmp_path, 1, arrays, sizes | {"dropout": 0.0}, tokenizer, manifest)
+    folder = save(tmp_path, 1, arrays, sizes | {"dropout": 0.0}, tokenizer, manifest)
     assert sample.main(["--checkpoint", str(folder), "--prompt", "1"]) == 2
     assert "logits are not finite" in capsys.readouterr().err
 

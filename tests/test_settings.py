@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-import settings
+import request
 import train
 from base.errors import BadInput
-from settings import PRESETS
+from settings import PRESETS, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def read(*argv: str) -> settings.Request:
-    return settings.read(list(argv))
+def read(*argv: str) -> request.Request:
+    return request.read(list(argv))
 
 
 def faults(*argv: str) -> list[str]:
@@ -119,7 +119,7 @@ def test_nothing_is_auto_after_reading():
 def test_flags_go_before_the_preset_and_the_preset_before_defaults():
     assert read("--preset", "gpu").settings.n_embd == 384
     assert read("--preset", "gpu", "--n-embd", "36").settings.n_embd == 36
-    assert read("--preset", "gpu").settings.clip == settings.Settings.clip
+    assert read("--preset", "gpu").settings.clip == Settings.clip
 
 
 def test_fp32_needs_no_loss_scaling():
@@ -132,7 +132,7 @@ def test_help_names_every_setting(capsys):
         read("--help")
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')} " in text for name in settings.Settings.__dataclass_fields__)
+    assert all(f"--{name.replace('_', '-')} " in text for name in Settings.__dataclass_fields__)
 
 
 def test_main_prints_the_faults_and_returns_2(capsys):
@@ -162,6 +162,6 @@ def test_bpe_learns_as_many_tokens_as_asked():
 
 def test_a_checkpoint_keeps_every_setting_that_is_not_of_one_process():
     asked = read("--corpus", "stdlib").asked
-    assert set(asked) == set(settings.Settings.__dataclass_fields__) - set(settings.NOT_SAVED)
+    assert set(asked) == set(Settings.__dataclass_fields__) - set(request.NOT_SAVED)
     assert asked["seed"] == 1337
     assert asked["min_lr"] is None  # derived anew, should --lr change

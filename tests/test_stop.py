@@ -11,6 +11,7 @@ import pytest
 
 from base import files
 from run import checkpoint
+from run.folder import find, find_intact
 from run.log import read_log
 from run.stop import Stop
 from tests.conftest import TINY, numbers
@@ -54,7 +55,7 @@ def test_a_signal_lets_the_step_end_and_saves_it(run, monkeypatch, capsys, momen
     assert f"{out / f'step-{step}'} is saved; go on with: " in error
     assert f"--resume {out}" in error
     assert checkpoint.damage(out / f"step-{step}") is None
-    assert checkpoint.find_intact(str(out)) == (out / f"step-{step}", [])
+    assert find_intact(str(out)) == (out / f"step-{step}", [])
     assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -115,7 +116,7 @@ def test_a_process_that_is_told_to_stop_saves_and_says_how_to_go_on(tmp_path, co
     process.send_signal(number)
     error = process.communicate(timeout=60)[1]
     assert process.returncode == status
-    step = checkpoint.find(str(out)).name
+    step = find(str(out)).name
     assert f"train.py: {number.name}: {out / step} is saved; go on with: " in error
     assert checkpoint.damage(out / step) is None
 

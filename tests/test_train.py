@@ -15,6 +15,7 @@ import pytest
 import train
 from base import files
 from run import checkpoint
+from run.folder import find_intact
 from run.log import read_log
 from tests.conftest import TINY, numbers
 
@@ -180,9 +181,9 @@ def test_a_picture_that_cannot_be_drawn_costs_a_note(run, monkeypatch, capsys):
     def full_disk(*arguments):
         raise OSError("no space")
 
-    monkeypatch.setattr("train.plot", full_disk)
+    monkeypatch.setattr("watch.plot.plot", full_disk)
     run("run", "--steps 1")
-    assert "note    no picture: no space" in capsys.readouterr().out
+    assert capsys.readouterr().err == "note    no picture: no space\n"
 
 
 def test_a_terminal_without_unicode_is_no_reason_to_lose_a_run(tmp_path, corpus):
@@ -262,7 +263,7 @@ def test_the_last_save_decides_how_a_run_ends(run, full_disk, capsys):
     error = capsys.readouterr().err
     assert error.startswith("train.py: stopped: step 4 is not saved: No space left on device: ")
     assert len(error.splitlines()) == 1
-    assert checkpoint.find_intact(str(out)) == (out / "step-2", [])
+    assert find_intact(str(out)) == (out / "step-2", [])
     assert [path.name for path in out.glob(".step*")] == []
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import train
 from run import checkpoint, verify
+from run.folder import save
 from run.log import read_log
 from run.verify import first_difference
 from tests.conftest import TINY
@@ -80,7 +81,7 @@ def test_the_first_tensor_that_differs_is_named_with_how_far(pair):
     assert first_difference(whole, rest, 2, 4) is None
     arrays, tokenizer, manifest = checkpoint.load(rest / "step-4")
     arrays["optimizer"]["exp_avg.h.1.mlp.c_fc.bias"][3] += np.float32(0.5)
-    checkpoint.save(rest, 4, arrays, manifest["config"], tokenizer, manifest)
+    save(rest, 4, arrays, manifest["config"], tokenizer, manifest)
     assert first_difference(whole, rest, 2, 4) == "optimizer exp_avg.h.1.mlp.c_fc.bias: 1 of 128 values, by up to 0.5"
 
 

@@ -4,7 +4,21 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-from run.log import Row
+from run.log import Row, read_log
+from watch.watch import Sink
+
+
+class Picture(Sink):
+    """Draws loss.png when a run ends, however it ends."""
+
+    name = "picture"
+
+    def __init__(self, out: Path):
+        self.out = out
+
+    def end(self) -> None:
+        if (self.out / "log.csv").exists():  # otherwise the run ended before there was a row
+            plot(read_log(self.out / "log.csv"), self.out / "loss.png", self.out.name)
 
 
 def plot(rows: list[Row], path: Path, title: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What a person watches: a bar on a terminal, plain lines elsewhere."""
+"""The sink for a person: a bar on a terminal, plain lines elsewhere."""
 
 import math
 import sys
@@ -7,6 +7,7 @@ from tqdm import tqdm
 
 from base.errors import FULL
 from run.log import Row
+from watch.watch import Sink
 
 
 def line(row: Row) -> str:
@@ -43,37 +44,49 @@ def thousands(x: float) -> str:
     return f"{x:.0f}"
 
 
-class Progress:
-    """`advance()` moves the bar by one step, `show(row)` shows numbers: beside the bar, or as a line of its own."""
+class Progress(Sink):
+    """Moves a bar at each step, and shows each row: beside the bar on a terminal, as a line of its own elsewhere."""
+
+    name = "progress"
 
     def __init__(self, first_step: int, steps: int):
-        self.terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        bar = "{percentage:3.0f}% {bar}{remaining} {desc}"  # the bar takes what the numbers leave of the line
-        self.bar = tqdm(total=steps, initial=first_step, disable=not self.terminal, dynamic_ncols=True, bar_format=bar)
+        self.first_step, self.steps = first_step, steps
         self.last_val: float | None = None
 
-    def advance(self) -> None:
+    def begin(self) -> None:
+        self.terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        form = "{percentage:3.0f}% {bar}{remaining} {desc}"  # the bar takes what the numbers leave of the line
+        self.bar = tqdm(
+            total=self.steps,
+            initial=self.first_step,
+            disable=not self.terminal,
+            dynamic_ncols=True,
+            bar_format=form,
+        )
+
+    def step(self) -> None:
         self.bar.update(1)
 
-    def note(self, text: str) -> None:
-        """A line above the bar. A full disk under a redirected output is no reason to end a run."""
-        try:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-
-    def show(self, row: Row) -> None:
+    def row(self, row: Row) -> None:
         if row.val is not None:
             self.last_val = row.val
         if row.val is not None or not self.terminal:
-            self.note(line(row))
+            _write(line(row))
         if self.terminal:
             self.bar.set_description_str(short(row._replace(val=self.last_val)))
 
-    def __enter__(self):
-        return self
+    def event(self, text: str) -> None:
+        _write(f"note    {text}")
 
-    def __exit__(self, *exception):
+    def end(self) -> None:
         self.bar.close()
+
+
+def _write(text: str) -> None:
+    """A line above the bar. Where the disk under a redirected output is full, later lines may find room again."""
+    try:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
