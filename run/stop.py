@@ -19,17 +19,17 @@ class Stopped(Ended):
 
 
 class Stop:
-    """In its block the first SIGTERM or Ctrl-C is only noted, in `signal`; the next one ends the process at once."""
+    """Notes the first SIGTERM or Ctrl-C of its block in `signal`. The next one ends the process at once."""
 
     def __init__(self):
         self.signal: int | None = None
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self.handlers_before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
     def __exit__(self, *exception):
-        for number, handler in self.before.items():
+        for number, handler in self.handlers_before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame) -> None:
@@ -38,7 +38,7 @@ class Stop:
             signal.signal(each, signal.SIG_IGN)
         line = f"\n{signal.Signals(number).name}: this step ends and is saved; once more ends the run at once\n"
         with suppress(OSError):
-            os.write(2, line.encode())  # print may be what was interrupted, and is not re-entrant
+            os.write(2, line.encode())  # print may be the call that was interrupted, and is not re-entrant
         time.sleep(0.1)  # `timeout` and `make` send their signal twice
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The proof that a run resumes exactly: a few steps in one go, against half of them and a new process for the rest."""
+"""The proof that a run resumes exactly: 4 steps in one go, against 2 steps and a new process for the other 2."""
 
 import signal
 import subprocess
@@ -13,7 +13,7 @@ from run import checkpoint
 from run.log import read_log
 
 STEPS, HALF = 4, 2
-OF_TIME = ("tokens_per_second", "seconds")  # columns of the log that are never the same twice
+COLUMNS_OF_TIME = ("tokens_per_second", "seconds")  # of the log: never the same twice
 
 
 class NotExact(RuntimeError):
@@ -23,7 +23,7 @@ class NotExact(RuntimeError):
 def verify_resume(script: str, flags: list[str], flags_of_process: list[str]) -> str:
     """Runs `script` three times and returns a line that says "bit-exact", or raises NotExact with the first difference.
 
-    flags: of the run to try. flags_of_process: those among them that a checkpoint does not keep.
+    flags: the user's command line. flags_of_process: those that a checkpoint does not keep, for the resumed process.
     """
     few = ["--steps", str(STEPS), "--eval-every", "0", "--log-every", "1"]
     with _ending_on_sigterm(), tempfile.TemporaryDirectory(prefix="minigpt-verify-") as folder:
@@ -42,12 +42,12 @@ def verify_resume(script: str, flags: list[str], flags_of_process: list[str]) ->
 
 @contextmanager
 def _ending_on_sigterm():
-    """SIGTERM unwinds the block, so that it ends the run that is going on and clears the folder."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    """SIGTERM unwinds the block, so that it ends the process that is running and clears the folder."""
+    handler_before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler_before)
 
 
 def _run(script: str, flags: list[str]) -> None:
@@ -57,19 +57,25 @@ def _run(script: str, flags: list[str]) -> None:
 
 
 def first_difference(whole: Path, rest: Path, half: int, steps: int) -> str | None:
-    """Compares two run folders, of which `rest` has the steps after `half` alone. None where all is the same."""
-    (ours, _, manifest), (theirs, _, other) = (checkpoint.load(out / f"step-{steps}") for out in (whole, rest))
-    for kind in ours:
-        for name, array in ours[kind].items():
-            if array.tobytes() != theirs[kind][name].tobytes():
-                apart = np.abs(array.astype(np.float64) - theirs[kind][name])
+    """Compares two run folders and names the first tensor, number or log cell that differs. None where all is equal.
+
+    The log of `rest` has the steps after `half` alone.
+    """
+    arrays, _, manifest = checkpoint.load(whole / f"step-{steps}")
+    other_arrays, _, other_manifest = checkpoint.load(rest / f"step-{steps}")
+    for kind in arrays:
+        for name, array in arrays[kind].items():
+            other = other_arrays[kind][name]
+            if array.tobytes() != other.tobytes():
+                apart = np.abs(array.astype(np.float64) - other)
                 return f"{kind} {name}: {np.count_nonzero(apart)} of {array.size} values, by up to {apart.max():.3g}"
     for key in ("scaler", "skipped", "consecutive_skips", "best_val"):
-        if manifest[key] != other[key]:
-            return f"{key}: {manifest[key]} and {other[key]}"
+        if manifest[key] != other_manifest[key]:
+            return f"{key}: {manifest[key]} and {other_manifest[key]}"
     rows = [row for row in read_log(whole / "log.csv") if row.step > half]
-    for row, resumed in zip(rows, read_log(rest / "log.csv"), strict=True):
-        for name in row._fields:
-            if name not in OF_TIME and repr(getattr(row, name)) != repr(getattr(resumed, name)):
-                return f"log, step {row.step}, {name}: {getattr(row, name)} and {getattr(resumed, name)}"
+    for row, other_row in zip(rows, read_log(rest / "log.csv"), strict=True):
+        for column in row._fields:
+            cell, other_cell = getattr(row, column), getattr(other_row, column)
+            if column not in COLUMNS_OF_TIME and repr(cell) != repr(other_cell):  # repr: NaN is NaN
+                return f"log, step {row.step}, {column}: {cell} and {other_cell}"
     return None

@@ -86,3 +86,17 @@ def test_a_single_row(path, val):
 def test_an_old_picture_is_replaced(path):
     path.write_bytes(b"not a picture")
     picture(path, rows())
+
+
+def test_a_name_with_dollar_signs_is_drawn_as_it_is(path):
+    """As mathtext "$x_$" is an error."""
+    plot(rows(), path, "run $x_$")
+    assert path.stat().st_size > 0
+
+
+def test_the_backend_of_a_notebook_stays(path):
+    import matplotlib
+
+    before = matplotlib.get_backend(auto_select=False)
+    plot(rows(), path)
+    assert matplotlib.get_backend(auto_select=False) == before

@@ -22,39 +22,43 @@ class Picture(Sink):
 
 
 def plot(rows: list[Row], path: Path, title: str = "") -> None:
-    """Rows as run/log.py reads them -> a PNG at `path`."""
-    import matplotlib  # here, not above: importing it takes a second that a failing run need not spend
+    """Writes a PNG of the rows of a log to `path`: the loss, the learning rate, and the loss scale with its skips."""
+    from matplotlib.figure import Figure  # on demand: the import takes a second that a failing run need not spend
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    figure = Figure(figsize=(8, 7), layout="constrained")  # no pyplot: a notebook's backend stays as it is
+    loss, lr, scale = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
     steps = [row.step for row in rows]
-    figure, (loss, lr, scale) = plt.subplots(
-        3, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1, 1), layout="constrained"
-    )
     loss.plot(steps, [row.loss for row in rows], color="tab:blue", linewidth=0.8, label="training (one step)")
-    validated = [row for row in rows if row.val is not None]
-    if validated:
-        errors = [row.val_error for row in validated]
-        points = [row.step for row in validated], [row.val for row in validated]
-        loss.errorbar(
-            *points, yerr=errors, color="tab:orange", marker="o", capsize=3, label="validation ± standard error"
-        )
-        best = min(validated, key=lambda row: math.inf if math.isnan(row.val) else row.val)
-        loss.annotate(f"{best.val:.3f}", (best.step, best.val), textcoords="offset points", xytext=(0, 8), ha="center")
-    loss.set(ylabel="loss (nats per token)", title=title)
+    _draw_validation(loss, [row for row in rows if row.val is not None])
+    loss.set_ylabel("loss (nats per token)")
+    loss.set_title(title, parse_math=False)
     loss.legend()
     lr.plot(steps, [row.lr for row in rows], color="tab:green")
-    lr.set(ylabel="learning rate")
+    lr.set_ylabel("learning rate")
     scale.step(steps, [row.scale for row in rows], where="post", color="tab:purple")
-    skipped = [after for before, after in pairwise(rows) if after.skipped > before.skipped]
-    if skipped:
-        at = [row.step for row in skipped], [row.scale for row in skipped]
-        scale.plot(*at, "rx", label="steps skipped since the last row")
-        scale.legend()
+    _draw_skips(scale, [after for before, after in pairwise(rows) if after.skipped > before.skipped])
     scale.set(ylabel="loss scale", xlabel="step")
     scale.set_yscale("log", base=2)
     for axes in (loss, lr, scale):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
+
+
+def _draw_validation(axes, rows: list[Row]) -> None:
+    """Validation losses with their standard errors; the best one is written beside its point."""
+    if not rows:
+        return
+    steps, losses, errors = zip(*((row.step, row.val, row.val_error) for row in rows), strict=True)
+    style = dict(color="tab:orange", marker="o", capsize=3, label="validation ± standard error")
+    axes.errorbar(steps, losses, yerr=errors, **style)
+    best = min(rows, key=lambda row: math.inf if math.isnan(row.val) else row.val)
+    axes.annotate(f"{best.val:.3f}", (best.step, best.val), textcoords="offset points", xytext=(0, 8), ha="center")
+
+
+def _draw_skips(axes, rows: list[Row]) -> None:
+    """Red crosses at rows before which steps were skipped."""
+    if rows:
+        axes.plot(
+            [row.step for row in rows], [row.scale for row in rows], "rx", label="steps skipped since the last row"
+        )
+        axes.legend()

@@ -50,9 +50,10 @@ def end(settings: Settings, config: GPTConfig, hardware: Hardware, row: Row, spe
     peak = peak_flops(hardware.device_name, hardware.dtype)
     mfu = f"{speed * flops_per_token(config) / peak:.1%}" if peak else "n/a (peak of this device not known)"
     python, script, folder = (quoted(path) for path in (sys.executable, SCRIPTS / "sample.py", out))
+    saved = [out / name for name in (f"step-{row.step}", "log.csv", "loss.png") if (out / name).exists()]
     return (
         f"done    val {row.val:.4f} ± {row.val_error:.4f} | {thousands(speed)} tok/s | MFU {mfu}\n"
-        f"saved   {out / f'step-{row.step}'}, {out / 'log.csv'}, {out / 'loss.png'}\n"
+        f"saved   {', '.join(map(str, saved))}\n"
         f"go on   {go_on(settings, out, row.step)}\n"
         f"sample  {python} {script} --checkpoint {folder}"
     )
