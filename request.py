@@ -1,59 +1,168 @@
-"""Resolves command line, checkpoint and hardware into a checked request.
+"""A request to train: command line, checkpoint and hardware, put together and checked.
 
-A value comes from the dataclass below, then the preset, then the checkpoint that --resume names, then the command line.
-All faults are found and told together, before any data is loaded.
+A value comes from the default in settings.py, then the preset, then the checkpoint that --resume names, then the
+command line. All faults are found and told together, before any data is loaded.
 """
 
 import json
-import math
 import os
 import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import data.corpus
 from amp.formats import FORMATS
 from base.errors import BadInput
-from base.flags import name_of, read_flags
+from base.flags import name_of, out_of_bounds, read_flags, type_of
+from data.corpus import NAMES
 from model import backends
+from model.backends import Hardware
 from run import checkpoint
 from run.folder import find_intact, holds_run, intact_after
-from settings import MAX_SCALE, PRESETS, Settings
+from settings import PRESETS, Settings, flags_with, saved_flags
 
-# What belongs to one process or one machine, so that a checkpoint does not keep it.
-NOT_SAVED = ("device", "out", "resume", "overwrite", "verify_resume", "compile", "recompute", "deterministic")
-# What a checkpoint's weights depend on: a resumed run must not change these.
-FIXED = ("n_layer", "n_head", "n_embd", "block_size", "tokenizer", "vocab_size")
 BPE_VOCAB_SIZE = 4096
 ADOPTED = Path(__file__).parent / "benchmarks" / "results" / "config.json"  # benchmark.py precision writes it
-LARGEST = 2**20  # of a size; beyond it a typing error is likelier than a model
 
 
 class Request(NamedTuple):
     """A checked command line."""
 
     settings: Settings  # nothing in it is "auto" any more
-    asked: dict  # the values before derivation, for the checkpoint: a resumed run derives anew from changed flags
-    hardware: backends.Hardware
+    asked: dict[str, Any]  # the values before derivation, for the checkpoint: a resumed run derives them anew
+    hardware: Hardware
     resume_from: Path | None  # a step folder
-    notes: tuple[str, ...] = ()  # for the header: newer checkpoints that are damaged
+    notes: tuple[str, ...] = ()  # for the header
 
 
-def _saved_settings(folder: Path) -> dict:
-    """The settings of a checkpoint. BadInput where they are not those that this version knows."""
+class Saved(NamedTuple):
+    """The settings of a checkpoint."""
+
+    known: dict[str, Any]
+    unknown: dict[str, Any]  # a later version has added them; later checkpoints of the run keep them
+    notes: list[str]
+
+
+def read(argv: list[str] | None) -> Request:
+    """Reads and checks a command line. BadInput lists all faults, one a line."""
+    flags, faults = read_flags(Settings, argv, "train.py", "Trains a GPT in mixed precision.")
+    resume_from, saved, notes = None, Saved({}, {}, []), []
+    if "resume" in flags:
+        try:
+            resume_from, damaged = find_intact(flags["resume"], flags.get("out"))
+            notes = [_going_on(line, resume_from) for line in damaged]
+            saved = read_saved(resume_from)
+        except BadInput as error:
+            faults += [f"--resume {line}" for line in str(error).splitlines()]
+        faults += _refused_on_resume(flags, saved.known, resume_from)
+    asked = asked_for(flags, saved.known)
+    hardware, refused = None, {}
+    try:
+        asked["dtype"], adopted = adopt(asked.get("dtype", "auto"))
+        name = asked.get("backend", Settings.backend)
+        refused = backends.refused(name, flags)
+        where = (flags.get("device", "auto"), asked["dtype"], asked.get("emulation", "auto"))
+        hardware = backends.module(name).hardware(*where)
+        hardware = hardware._replace(how=hardware.how + adopted)
+    except BadInput as error:
+        faults.append(str(error))
+    if asked.get("preset", "auto") == "auto":
+        preset = "gpu" if hardware and hardware.device.startswith("cuda") else "cpu"
+        asked = {**PRESETS[preset], **asked, "preset": preset}
+    settings = Settings(**asked)
+    honoured = {name: value for name, value in flags.items() if name not in refused}
+    faults += [*refused.values(), *out_of_bounds(settings), *_faults(settings, honoured, hardware)]
+    faults += _folder_faults(settings, flags, resume_from)
+    if faults or hardware is None:
+        raise BadInput("\n".join(faults))
+    if settings.corpus not in NAMES:
+        settings = replace(settings, corpus=os.path.abspath(settings.corpus))  # a resumed run may start elsewhere
+    if settings.tokenizer == "bpe" and settings.vocab_size is None:
+        settings = replace(settings, vocab_size=BPE_VOCAB_SIZE)
+    values = asdict(replace(settings, dtype=hardware.dtype))
+    asked = {name: values[name] for name in saved_flags()} | saved.unknown
+    return Request(derived(settings, hardware), asked, hardware, resume_from, (*notes, *saved.notes))
+
+
+def asked_for(flags: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The values before derivation. A resumed run has them from its checkpoint, and none from a preset."""
+    return {**saved, **flags} if saved else {**PRESETS.get(flags.get("preset", ""), {}), **flags}
+
+
+def derived(settings: Settings, hardware: Hardware) -> Settings:
+    """Settings with the values of this hardware, and with numbers where the command line left them to others."""
+    scaling = "off" if hardware.dtype == "fp32" else "on"
+    return replace(
+        settings,
+        device=hardware.device,
+        dtype=hardware.dtype,
+        loss_scaling=scaling if settings.loss_scaling == "auto" else settings.loss_scaling,
+        min_lr=settings.lr / 10 if settings.min_lr is None else settings.min_lr,
+        save_every=settings.eval_every if settings.save_every is None else settings.save_every,
+    )
+
+
+# ---- a checkpoint's settings
+
+
+def read_saved(folder: Path) -> Saved:
+    """The settings in a checkpoint. A field that an older checkpoint lacks has its default, and a note names it.
+
+    BadInput where a value is damaged, or is a choice that this version does not have.
+    """
+    path = folder / "manifest.json"
     saved = checkpoint.read_manifest(folder)["settings"]
+    known, missing = {}, []
     for f in fields(Settings):
-        value = saved.get(f.name)
-        if f.name not in NOT_SAVED and not isinstance(
-            value, (f.type, int) if f.type in (float, float | None) else f.type
-        ):
-            raise BadInput(f"{folder / 'manifest.json'}: damaged, {f.name} is {value!r}: use another checkpoint")
-    return {f.name: saved[f.name] for f in fields(Settings) if f.name not in NOT_SAVED}
+        if f.name not in saved_flags():
+            continue
+        if f.name not in saved:
+            known[f.name] = f.default
+            missing.append(f"{name_of(f)} {f.default}")
+            continue
+        known[f.name] = saved[f.name]
+        if not _has_type(saved[f.name], f):
+            raise BadInput(f"{path}: damaged, {f.name} is {saved[f.name]!r}: use another checkpoint")
+        choices = f.metadata["choices"]
+        if choices and saved[f.name] not in choices:
+            raise BadInput(f"{path}: {f.name} is {saved[f.name]!r}, and this version knows {', '.join(choices)}")
+    unknown = {name: value for name, value in saved.items() if name not in known}
+    notes = []
+    if missing:
+        notes.append(f"{path}: older than these flags, so their defaults count: {', '.join(missing)}")
+    if unknown:
+        notes.append(f"{path}: this version does not know these settings, and keeps them: {', '.join(unknown)}")
+    return Saved(known, unknown, notes)
 
 
-def adopted_dtype() -> str:
-    """The precision that benchmark.py precision adopted. BadInput where that cannot be read."""
+def _has_type(value: Any, f) -> bool:
+    """Whether a value from JSON fits a field: a whole number may stand for a float, true for nothing but a switch."""
+    if value is None:
+        return f.default is None
+    kind = type_of(f)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def _going_on(line: str, resume_from: Path) -> str:
+    return f"{line.removesuffix(': use another checkpoint')}: going on from {resume_from.name}"
+
+
+def _refused_on_resume(flags: dict[str, Any], saved: dict[str, Any], resume_from: Path | None) -> list[str]:
+    """A line for each flag that a resumed run cannot have, or not with another value."""
+    lines = [f"{name_of(n)}: a resumed run has it from its checkpoint" for n in flags_with("refused") if n in flags]
+    for name in flags_with("fixed"):
+        if name in flags and name in saved and flags[name] != saved[name]:
+            lines.append(f"{name_of(name)} {flags[name]}: the checkpoint in {resume_from} has {saved[name]}")
+    return lines
+
+
+# ---- hardware
+
+
+def adopt(dtype: str) -> tuple[str, str]:
+    """The precision that "adopted" means, which benchmark.py precision has measured, and words for the header."""
+    if dtype != "adopted":
+        return dtype, ""
     try:
         dtype = json.loads(ADOPTED.read_text(encoding="utf-8"))["precision"]
         if dtype not in FORMATS:
@@ -63,160 +172,87 @@ def adopted_dtype() -> str:
     except (ValueError, TypeError, KeyError):
         fault = f"{ADOPTED} names no precision"
     else:
-        return dtype
+        return dtype, f" (adopted by measurement: {ADOPTED.name})"
     raise BadInput(f"--dtype adopted: {fault}: run benchmark.py precision first")
 
 
-def read(argv: list[str] | None) -> Request:
-    """Reads and checks a command line. BadInput lists all faults, one a line."""
-    flags, faults = read_flags(Settings, argv, "train.py", "Trains a GPT in mixed precision.")
-    resume_from, saved, damaged = None, {}, []
-    if "resume" in flags:
-        try:
-            resume_from, damaged = find_intact(flags["resume"], flags.get("out"))
-            saved = _saved_settings(resume_from)
-        except BadInput as error:
-            faults += [f"--resume {line}" for line in str(error).splitlines()]
-        faults += [
-            f"{name_of(name)}: a resumed run has it from its checkpoint"
-            for name in ("preset", "init_scale")
-            if name in flags
-        ]
-    for name in FIXED:
-        if saved and name in flags and flags[name] != saved[name]:
-            faults.append(f"{name_of(name)} {flags[name]}: the checkpoint in {resume_from} has {saved[name]}")
-    asked = {**PRESETS.get(saved.get("preset", flags.get("preset")), {}), **saved, **flags}
-    hardware, refused, adopted = None, {}, asked.get("dtype") == "adopted"
-    if adopted:
-        try:
-            asked["dtype"] = adopted_dtype()
-        except BadInput as error:
-            faults.append(str(error))
-            asked["dtype"] = "auto"
-    if (name := asked.get("backend", Settings.backend)) in backends.MODULES:
-        chosen = (flags.get("device", "auto"), asked.get("dtype", "auto"), asked.get("emulation", "auto"))
-        try:
-            refused = backends.refused(name, flags)
-            hardware = backends.module(name).hardware(*chosen)
-            if adopted:
-                hardware = hardware._replace(how=f"{hardware.how} (adopted by measurement: {ADOPTED.name})")
-        except BadInput as error:
-            faults.append(str(error))
-    if asked.get("preset", "auto") == "auto":
-        preset = "gpu" if hardware and hardware.device.startswith("cuda") else "cpu"
-        asked = {**PRESETS[preset], **asked, "preset": preset}
-    settings = Settings(**asked)
-    honoured = {name: value for name, value in flags.items() if name not in refused}
-    faults += [*refused.values(), *_faults(settings, honoured, hardware, resume_from)]
-    if faults:
-        raise BadInput("\n".join(faults))
-    if settings.corpus not in data.corpus.NAMES:
-        settings = replace(settings, corpus=os.path.abspath(settings.corpus))  # a resumed run may start elsewhere
-    if settings.tokenizer == "bpe" and settings.vocab_size is None:
-        settings = replace(settings, vocab_size=BPE_VOCAB_SIZE)
-    asked = {n: v for n, v in asdict(replace(settings, dtype=hardware.dtype)).items() if n not in NOT_SAVED}
-    scaling = "off" if hardware.dtype == "fp32" else "on"
-    settings = replace(
-        settings,
-        device=hardware.device,
-        dtype=hardware.dtype,
-        loss_scaling=scaling if settings.loss_scaling == "auto" else settings.loss_scaling,
-        min_lr=settings.lr / 10 if settings.min_lr is None else settings.min_lr,
-        save_every=settings.eval_every if settings.save_every is None else settings.save_every,
-    )
-    damaged = [f"{line.removesuffix(': use another checkpoint')}: going on from {resume_from.name}" for line in damaged]
-    return Request(settings, asked, hardware, resume_from, tuple(damaged))
+# ---- faults of several flags together
 
 
-def _faults(s: Settings, flags: dict, hardware: backends.Hardware | None, resume_from: Path | None) -> list[str]:
-    """What is wrong with the values, each in one line that names the flag."""
-    faults = []
+def _faults(s: Settings, flags: dict[str, Any], hardware: Hardware | None) -> list[str]:
+    """A line for each combination that cannot work, and for each flag that would silently do nothing."""
+    faults: list[str] = []
 
-    def require(holds: bool, line: str):
+    def require(holds: bool, line: str) -> None:
         if not holds:
             faults.append(line)
 
-    for name in (
-        "steps",
-        "batch_size",
-        "block_size",
-        "accumulation",
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "log_every",
-        "growth_interval",
-    ):
-        value = getattr(s, name)
-        require(value > 0, f"{name_of(name)} {value}: must be at least 1")
-        require(
-            value <= LARGEST or name in ("steps", "growth_interval"),
-            f"{name_of(name)} {value}: must be at most {LARGEST}",
-        )
-    for name in ("warmup", "eval_every", "save_every", "max_skips"):
-        value = getattr(s, name)
-        require(value is None or value >= 0, f"{name_of(name)} {value}: must not be negative")
     if s.n_head > 0 and s.n_embd > 0:
         require(s.n_embd % s.n_head == 0, f"--n-embd {s.n_embd}: not divisible by --n-head {s.n_head}")
-    require(0 <= s.dropout < 1, f"--dropout {s.dropout}: must be in [0, 1)")
-    require(0 < s.lr < math.inf, f"--lr {s.lr}: must be a finite number above 0")
-    if s.min_lr is not None:
-        require(0 <= s.min_lr <= s.lr, f"--min-lr {s.min_lr}: must be between 0 and --lr {s.lr}")
-    require(0 <= s.weight_decay < math.inf, f"--weight-decay {s.weight_decay}: must be a finite number, not negative")
-    for name in ("beta1", "beta2"):
-        require(0 <= getattr(s, name) < 1, f"--{name} {getattr(s, name)}: must be in [0, 1)")
-    require(0 <= s.clip < math.inf, f"--clip {s.clip}: must be a finite number, not negative; 0 is no clipping")
-    require(0 <= s.seed < 2**63, f"--seed {s.seed}: must be between 0 and 2^63 - 1")
-    require(1 <= s.init_scale <= MAX_SCALE, f"--init-scale {s.init_scale:.10g}: must be between 1 and 2^24")
-
-    # A setting that would silently do nothing is refused.
-    learns = s.tokenizer == "bpe"
-    require(learns or "vocab_size" not in flags, f"--vocab-size: only --tokenizer bpe learns one, not {s.tokenizer}")
-    in_range = not learns or s.vocab_size is None or 256 <= s.vocab_size <= LARGEST
-    require(in_range, f"--vocab-size {s.vocab_size}: must be between 256, the single bytes, and {LARGEST}")
-    scaled = s.loss_scaling == "on" or (s.loss_scaling == "auto" and hardware and hardware.dtype != "fp32")
-    for name in ("init_scale", "growth_interval"):
-        if name in flags and hardware:
-            require(scaled, f"{name_of(name)}: loss scaling is off in this run: add --loss-scaling on")
-    if hardware and flags.get("emulation") in ("on", "off"):
-        require(hardware.dtype != "fp32", f"--emulation {s.emulation}: fp32 has nothing to emulate")
-    if hardware and flags.get("kernel", "auto") != "auto":
-        require(hardware.dtype == "bf16", f"--kernel {s.kernel}: the kernel is for bf16, this run is {hardware.dtype}")
-    if "compile" in flags and hardware:
-        require(
-            not hardware.emulated,
-            f"--compile: cannot be combined with emulated {hardware.dtype}: use --dtype fp32 or drop it",
-        )
-        if hardware.device == "cpu":
-            compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "cl"]
-            found = any(shutil.which(compiler) for compiler in compilers)
-            require(found, f"--compile: needs a C++ compiler on the CPU: none of {', '.join(compilers)} is there")
-        require(hardware.device != "mps", "--compile: not supported on mps")
-    if s.corpus not in data.corpus.NAMES:
-        names = ", ".join(data.corpus.NAMES)
-        found, readable = os.path.isfile(s.corpus), os.access(s.corpus, os.R_OK)
-        if os.path.exists(s.corpus):
-            require(found, f"--corpus {s.corpus}: not a file: use a text file, or {names}")
-            require(readable, f"--corpus {s.corpus}: not readable: change its permissions or use another file")
-        else:
+    if s.min_lr is not None and s.min_lr >= 0:
+        require(s.min_lr <= s.lr, f"--min-lr {s.min_lr}: must be at most --lr {s.lr}")
+    if s.tokenizer != "bpe":
+        require("vocab_size" not in flags, f"--vocab-size: only --tokenizer bpe learns one, not {s.tokenizer}")
+    if hardware:
+        scaled = s.loss_scaling == "on" or (s.loss_scaling == "auto" and hardware.dtype != "fp32")
+        for name in ("init_scale", "growth_interval"):
+            off = f"{name_of(name)}: loss scaling is off in this run: add --loss-scaling on"
+            require(scaled or name not in flags, off)
+        if flags.get("emulation") in ("on", "off"):
+            require(hardware.dtype != "fp32", f"--emulation {s.emulation}: fp32 has nothing to emulate")
+        if flags.get("kernel", "auto") != "auto":
+            not_bf16 = f"--kernel {s.kernel}: the kernel is for bf16, this run is {hardware.dtype}"
+            require(hardware.dtype == "bf16", not_bf16)
+        if "compile" in flags:
+            faults += _compile_faults(hardware)
+    if s.corpus not in NAMES:
+        names = ", ".join(NAMES)
+        if not os.path.exists(s.corpus):
             faults.append(f"--corpus {s.corpus}: no such file (names without a file: {names})")
-    require(s.out is not None or not s.overwrite, "--overwrite: needs --out: a run without it has a folder of its own")
-    require(not (s.resume and s.overwrite), "--overwrite: cannot be combined with --resume, which continues the run")
-    for name in ("out", "resume", "overwrite"):
-        alone = not (s.verify_resume and name in flags)
-        require(alone, f"{name_of(name)}: cannot be combined with --verify-resume, which has a folder of its own")
-    require(s.out != "", "--out: is empty: name a folder")
-    source = resume_from.parent if resume_from else None  # the run that is resumed
-    out = Path(s.out) if s.out else source or Path("runs")
+        else:
+            require(os.path.isfile(s.corpus), f"--corpus {s.corpus}: not a file: use a text file, or {names}")
+            unreadable = f"--corpus {s.corpus}: not readable: change its permissions or use another file"
+            require(os.access(s.corpus, os.R_OK), unreadable)
+    return faults
+
+
+def _compile_faults(hardware: Hardware) -> list[str]:
+    if hardware.device == "mps":
+        return ["--compile: not supported on mps"]
+    if hardware.emulated:
+        return [f"--compile: cannot be combined with emulated {hardware.dtype}: use --dtype fp32 or drop it"]
+    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "cl"]
+    if hardware.device == "cpu" and not any(shutil.which(compiler) for compiler in compilers):
+        return [f"--compile: needs a C++ compiler on the CPU: none of {', '.join(compilers)} is there"]
+    return []
+
+
+def _folder_faults(s: Settings, flags: dict[str, Any], resume_from: Path | None) -> list[str]:
+    """A line for each reason why the run folder cannot be used as asked."""
+    faults = []
+    if s.overwrite and s.out is None:
+        faults.append("--overwrite: needs --out: a run without it has a folder of its own")
+    if s.overwrite and s.resume:
+        faults.append("--overwrite: cannot be combined with --resume, which continues the run")
+    if s.verify_resume:
+        for name in ("out", "resume", "overwrite"):
+            if name in flags:
+                own = "cannot be combined with --verify-resume, which has a folder of its own"
+                faults.append(f"{name_of(name)}: {own}")
+    if s.out == "":
+        faults.append("--out: is empty: name a folder")
+    resumed_run = resume_from.parent if resume_from else None
+    out = Path(s.out) if s.out else resumed_run or Path("runs")
     existing = next(path for path in (out, *out.absolute().parents) if os.path.exists(path))
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    kind = "not writable" if existing.is_dir() else "not a folder"
-    require(writable, f"--out {out}: cannot be written, {existing} is {kind}")
-    if source and out.absolute() == source.absolute():
+    if not writable:
+        kind = "not writable" if existing.is_dir() else "not a folder"
+        faults.append(f"--out {out}: cannot be written, {existing} is {kind}")
+    if resumed_run and out.absolute() == resumed_run.absolute():
         step = checkpoint.STEP_FOLDER.fullmatch(resume_from.name)
-        newer = intact_after(source, int(step[1])) if step else None
+        newer = intact_after(resumed_run, int(step[1])) if step else None
         if newer:
             faults.append(f"--resume {resume_from}: {newer.name} is newer: go on in another folder with --out")
-    elif (s.out or source) and not s.overwrite and writable and holds_run(out):
+    elif (s.out or resumed_run) and not s.overwrite and writable and holds_run(out):
         faults.append(f"--out {out}: holds a run: --resume {out} continues it, --overwrite replaces it")
     return faults

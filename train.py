@@ -127,11 +127,9 @@ def begin(request: Request) -> Iterator[Run]:
     backend = backends.module(settings.backend).build(settings, hardware, config)
     scaler = resume.build_scaler(settings, manifest)
     versions = {"python": platform.python_version()} | backends.versions()
-    first_step, best_val, notes = 0, math.inf, [*request.notes, *corpus.notes]
+    first_step, best_val, notes = manifest.get("step", 0), resume.best_of(manifest), [*request.notes, *corpus.notes]
     if manifest:
         backend.load_state(arrays)
-        first_step = manifest["step"]
-        best_val = math.inf if manifest["best_val"] is None else manifest["best_val"]
         notes += checkpoint.notes(resume_from, manifest)
         notes += resume.notes(settings, request.asked, hardware, backend.kernel, versions, manifest)
     about = checkpoint.unknown_keys(manifest) | resume.about_run(

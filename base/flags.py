@@ -1,42 +1,52 @@
-"""A command line from a dataclass: a field is a flag, with its type, default, help and choices. All faults at once."""
+"""A command line from a dataclass: a field is a flag with its type, default, help, choices and bounds.
+
+@dataclass(frozen=True)
+class Settings:
+    batch_size: int = flag(12, "rows of a micro-batch", at_least=1)      # --batch-size
+"""
 
 import argparse
 import difflib
+import math
 import re
 import sys
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
+from typing import Any
 
 from base.errors import BadInput
 
 
-def flag(default, help: str, choices: tuple[str, ...] | None = None):
-    """A dataclass field that is also a flag: `batch_size: int = flag(12, "…")` is --batch-size."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def flag(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    on_resume: str = "changes",
+) -> Any:
+    """A dataclass field that is also a flag: `batch_size: int = flag(12, "…")` is --batch-size.
+
+    at_least, at_most, above, below: bounds of a number; a float must be finite, too. on_resume: settings.py.
+    """
+    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    bounds = {words: bound for words, bound in bounds.items() if bound is not None}
+    return field(default=default, metadata={"help": help, "choices": choices, "bounds": bounds, "on_resume": on_resume})
 
 
-def read_flags(cls: type, argv: list[str] | None, prog: str, description: str) -> tuple[dict, list[str]]:
-    """The fields of `cls` that the command line names, converted, and what is wrong with the rest, a line a fault.
+def read_flags(cls: type, argv: list[str] | None, prog: str, description: str) -> tuple[dict[str, Any], list[str]]:
+    """The fields of `cls` that the command line names, converted, and a line for each fault. Bounds: out_of_bounds().
 
     argparse finds the flags; conversion is done here, since argparse stops at the first fault.
     """
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     for f in fields(cls):
-        kind, choices = _type(f), f.metadata["choices"]
-        help = f.metadata["help"].replace("%", "%%")
-        if kind is bool:
-            parser.add_argument(name_of(f), action="store_true", default=argparse.SUPPRESS, help=help)
-            continue
-        if f.default is not None and f.default != "auto":
-            help += f" [{f.default:g}]" if kind is float else f" [{f.default}]"
-        metavar = "|".join(choices) if choices else {int: "N", float: "X", str: "TEXT"}[kind]
-        parser.add_argument(name_of(f), metavar=metavar, default=argparse.SUPPRESS, help=help)
+        _add(parser, f)
     parser.error = _raise
     known, unknown = parser.parse_known_args(_join_negative_numbers(sys.argv[1:] if argv is None else argv))
-    values, faults = {}, []
-    for before, word in zip(["", *unknown], unknown, strict=False):
-        if not before.startswith("--") or word.startswith("--"):  # else it is the value of the unknown flag before it
-            close = difflib.get_close_matches(word.split("=")[0], [name_of(f) for f in fields(cls)], n=1)
-            faults.append(f"unknown argument {word}: " + (f"did you mean {close[0]}?" if close else "--help lists all"))
+    values, faults = {}, _unknown_arguments(unknown, [name_of(f) for f in fields(cls)])
     for f in fields(cls):
         if not hasattr(known, f.name):
             continue
@@ -45,10 +55,68 @@ def read_flags(cls: type, argv: list[str] | None, prog: str, description: str) -
             faults.append(f"{name_of(f)} {value}: use one of {', '.join(choices)}")
             continue
         try:
-            values[f.name] = _type(f)(value)
+            values[f.name] = type_of(f)(value)
         except ValueError:
-            faults.append(f"{name_of(f)} {value}: not {'a whole number' if _type(f) is int else 'a number'}")
+            faults.append(f"{name_of(f)} {value}: not {'a whole number' if type_of(f) is int else 'a number'}")
     return values, faults
+
+
+def out_of_bounds(settings: Any) -> list[str]:
+    """A line for each number of a dataclass that is out of the bounds of its flag."""
+    lines = []
+    for f in fields(settings):
+        value, bounds = getattr(settings, f.name), f.metadata["bounds"]
+        if bounds and value is not None and not _is_within(value, bounds):
+            unbounded_float = type_of(f) is float and not {"at most", "below"} & bounds.keys()
+            kind = "a finite number, " if unbounded_float else ""
+            words = " and ".join(f"{words} {bound:.20g}" for words, bound in bounds.items())
+            shown = f"{value:.10g}" if isinstance(value, float) else value
+            lines.append(f"{name_of(f)} {shown}: must be {kind}{words}")
+    return lines
+
+
+def _is_within(value: float, bounds: dict[str, float]) -> bool:
+    holds = {
+        "at least": lambda bound: value >= bound,
+        "above": lambda bound: value > bound,
+        "at most": lambda bound: value <= bound,
+        "below": lambda bound: value < bound,
+    }
+    return math.isfinite(value) and all(holds[words](bound) for words, bound in bounds.items())
+
+
+def name_of(f: Field | str) -> str:
+    """The flag of a field, or of a field's name: "batch_size" -> "--batch-size"."""
+    name = f if isinstance(f, str) else f.name
+    return "--" + name.replace("_", "-")
+
+
+def type_of(f: Field) -> type:
+    """The type of a field without its None."""
+    return next(kind for kind in (bool, int, float, str) if f.type in (kind, kind | None))
+
+
+def _add(parser: argparse.ArgumentParser, f: Field) -> None:
+    kind, choices = type_of(f), f.metadata["choices"]
+    help = f.metadata["help"].replace("%", "%%")
+    if kind is bool:
+        parser.add_argument(name_of(f), action="store_true", default=argparse.SUPPRESS, help=help)
+        return
+    if f.default is not None and f.default != "auto":
+        help += f" [{f.default:g}]" if kind is float else f" [{f.default}]"
+    metavar = "|".join(choices) if choices else {int: "N", float: "X", str: "TEXT"}[kind]
+    parser.add_argument(name_of(f), metavar=metavar, default=argparse.SUPPRESS, help=help)
+
+
+def _unknown_arguments(words: list[str], names: list[str]) -> list[str]:
+    """A line for each unknown flag, with the known one that it may mean. The value of an unknown flag gets none."""
+    lines = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before.startswith("--") and not word.startswith("--"):
+            continue
+        close = difflib.get_close_matches(word.split("=")[0], names, n=1)
+        lines.append(f"unknown argument {word}: " + (f"did you mean {close[0]}?" if close else "--help lists all"))
+    return lines
 
 
 def _join_negative_numbers(argv: list[str]) -> list[str]:
@@ -60,15 +128,6 @@ def _join_negative_numbers(argv: list[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
-
-
-def name_of(f) -> str:
-    """The flag of a field, or of a field's name."""
-    return "--" + getattr(f, "name", f).replace("_", "-")
-
-
-def _type(f) -> type:
-    return next(t for t in (bool, int, float, str) if f.type in (t, t | None))
 
 
 def _raise(message: str):

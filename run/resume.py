@@ -1,19 +1,22 @@
 """What a resumed run takes from its checkpoint, what it must share with it, and what a changed flag means."""
 
-from dataclasses import asdict
+import math
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from amp.scaler import DynamicLossScaler
 from base.errors import BadInput
+from base.flags import name_of
+from data.corpus import Corpus
+from model.backends import Hardware, Kernel
+from model.config import GPTConfig
 from optim.schedule import learning_rate
-from settings import MAX_SCALE
-
-SCHEDULE = ("steps", "lr", "min_lr", "warmup")
-HARMLESS = ("corpus", "log_every", "eval_every", "save_every", "max_skips")  # training does not depend on these
+from settings import MAX_SCALE, Settings, flags_with
 
 
-def check(settings, manifest: dict, corpus, resume_from: Path) -> None:
-    """BadInput where the text is another one or no step is left; settings.py has compared the architecture."""
+def check(settings: Settings, manifest: dict, corpus: Corpus, resume_from: Path) -> None:
+    """BadInput where the text is another one or no step is left; request.py has compared the architecture."""
     saved, now = manifest["corpus"], about_corpus(corpus)
     if now["sha256"] != saved["sha256"]:
         was, is_now = (f"{c['name']} ({c['characters']} characters, sha256 {c['sha256'][:12]})" for c in (saved, now))
@@ -22,48 +25,42 @@ def check(settings, manifest: dict, corpus, resume_from: Path) -> None:
         raise BadInput(f"--resume {resume_from}: all {settings.steps} steps are done: ask for more with --steps")
 
 
-def about_corpus(corpus) -> dict:
-    return {"name": corpus.name, "characters": len(corpus.text), "sha256": corpus.sha256}
-
-
-def notes(settings, asked: dict, hardware, kernel, versions: dict, manifest: dict) -> list[str]:
+def notes(
+    settings: Settings, asked: dict[str, Any], hardware: Hardware, kernel: Kernel, versions: dict, manifest: dict
+) -> list[str]:
     """A line for each change since the checkpoint that the rest of the run will feel.
 
     asked: the settings before derivation, as the manifest has them. versions: of the array libraries.
     """
-    was, step, lines = manifest["settings"], manifest["step"], []
-    changed = {
-        name: f"--{name.replace('_', '-')} {asked[name]} (was {was[name]})"
-        for name in asked
-        if asked[name] != was[name]
-    }
-    if schedule := [line for name, line in changed.items() if name in SCHEDULE]:
+    was: dict[str, Any] = {f.name: f.default for f in fields(Settings)} | manifest["settings"]
+    changed = {n: f"{name_of(n)} {asked[n]} (was {was[n]})" for n in asked if asked[n] != was[n]}
+    step, lines = manifest["step"], []
+    if schedule := [line for name, line in changed.items() if name in flags_with("schedule")]:
         min_lr = was["lr"] / 10 if was["min_lr"] is None else was["min_lr"]
         before = learning_rate(step - 1, was["steps"], was["lr"], min_lr, was["warmup"])
         after = learning_rate(step, settings.steps, settings.lr, settings.min_lr, settings.warmup)
-        lines.append(
-            f"{', '.join(schedule)}: the learning rate goes from {before:.1e} to {after:.1e} at step {step + 1}"
-        )
+        rates = f"the learning rate goes from {before:.1e} to {after:.1e} at step {step + 1}"
+        lines.append(f"{', '.join(schedule)}: {rates}")
     if "dtype" in changed:
-        lines.append(
-            f"{changed['dtype']}: weights and moments are fp32 and go on as they are; products round otherwise"
-        )
-    others = [line for name, line in changed.items() if name not in (*SCHEDULE, *HARMLESS, "dtype")]
+        same = "weights and moments are fp32 and go on as they are; products round otherwise"
+        lines.append(f"{changed['dtype']}: {same}")
+    others = [line for name, line in changed.items() if name in flags_with("changes") and name != "dtype"]
     if others:
         lines.append(f"{', '.join(others)}: goes on, but not as the saved run would have")
-    then = manifest["compute"] | manifest.get("versions", {})
-    now = hardware._asdict() | {"kernel": kernel.code} | versions
-    moved = [
-        f"{now[key]} (was {then[key]})"
-        for key in ("device_name", "kernel", "numpy", "torch")
-        if key in then and key in now and then[key] != now[key]  # another backend has other libraries
-    ]
-    if moved:
+    if moved := _moved(hardware, kernel, versions, manifest):
         lines.append(f"{', '.join(moved)}: goes on, but perhaps not bit for bit")
     return lines
 
 
-def build_scaler(settings, manifest: dict) -> DynamicLossScaler:
+def _moved(hardware: Hardware, kernel: Kernel, versions: dict, manifest: dict) -> list[str]:
+    """The parts of the machine that are not those of the checkpoint. Another backend has other libraries."""
+    then = manifest["compute"] | manifest["versions"]
+    now = hardware._asdict() | {"kernel": kernel.code} | versions
+    both = [key for key in ("device_name", "kernel", "numpy", "torch") if key in then and key in now]
+    return [f"{now[key]} (was {then[key]})" for key in both if then[key] != now[key]]
+
+
+def build_scaler(settings: Settings, manifest: dict) -> DynamicLossScaler:
     """The scaler of a run, as it was at its checkpoint. `manifest` is empty where a run begins.
 
     With --loss-scaling off the scale is held at 1 and the checks stay: a NaN still skips its step.
@@ -80,7 +77,7 @@ def build_scaler(settings, manifest: dict) -> DynamicLossScaler:
     return scaler
 
 
-def restore_scaler(scaler: DynamicLossScaler, settings, manifest: dict) -> None:
+def restore_scaler(scaler: DynamicLossScaler, settings: Settings, manifest: dict) -> None:
     """Scale, counters and skips as they were; the growth interval is the one asked for now."""
     if settings.loss_scaling == "on" and manifest["compute"]["loss_scaling"] == "on":
         interval = settings.growth_interval
@@ -90,19 +87,32 @@ def restore_scaler(scaler: DynamicLossScaler, settings, manifest: dict) -> None:
 
 
 def state_of(scaler: DynamicLossScaler, best_val: float) -> dict:
-    """What changes from step to step besides arrays; rows, dropout and learning rate are functions of the step."""
+    """The part of a manifest that changes from step to step: rows, dropout and rate are functions of the step."""
     return {
-        "best_val": best_val if best_val < float("inf") else None,
+        "best_val": best_val if best_val < math.inf else None,
         "scaler": scaler.state_dict(),
         "skipped": scaler.skipped_steps,
         "consecutive_skips": scaler.consecutive_skips,
     }
 
 
+def best_of(manifest: dict) -> float:
+    """The best validation loss so far: inf where a run begins, or has not validated yet."""
+    best_val = manifest.get("best_val")
+    return math.inf if best_val is None else best_val
+
+
 def about_run(
-    settings, asked: dict, hardware, kernel, config, corpus, tokenizer_fingerprint: str, versions: dict
+    settings: Settings,
+    asked: dict[str, Any],
+    hardware: Hardware,
+    kernel: Kernel,
+    config: GPTConfig,
+    corpus: Corpus,
+    tokenizer_fingerprint: str,
+    versions: dict,
 ) -> dict:
-    """What stays the same in every manifest of a run."""
+    """The part of a manifest that stays the same in a run."""
     return {
         "settings": asked | {"corpus": corpus.name},
         "config": asdict(config),
@@ -111,3 +121,8 @@ def about_run(
         "compute": hardware._asdict() | {"loss_scaling": settings.loss_scaling, "kernel": kernel.code},
         "versions": versions,
     }
+
+
+def about_corpus(corpus: Corpus) -> dict:
+    """Which text it is."""
+    return {"name": corpus.name, "characters": len(corpus.text), "sha256": corpus.sha256}

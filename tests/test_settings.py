@@ -1,167 +1,65 @@
-"""Bad input is told in one line each, all of it at once, with exit status 2 and no traceback."""
+"""One line a flag: what stands there is what the command line, a preset, a checkpoint and a resumed run do with it."""
 
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import fields, replace
 
 import pytest
 
-import request
-import train
-from base.errors import BadInput
-from settings import PRESETS, Settings
+from amp.formats import FORMATS
+from base.flags import name_of, out_of_bounds, type_of
+from data.tokenizers import TOKENIZERS
+from model.backends import MODULES
+from settings import PRESETS, Settings, flags_with, saved_flags
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def read(*argv: str) -> request.Request:
-    return request.read(list(argv))
+RULES = ("changes", "schedule", "harmless", "fixed", "refused", "again", "once")
+FIELDS = {f.name: f for f in fields(Settings)}
 
 
-def faults(*argv: str) -> list[str]:
-    with pytest.raises(BadInput) as caught:
-        read(*argv)
-    return str(caught.value).splitlines()
+def choices(name: str) -> set[str]:
+    return set(FIELDS[name].metadata["choices"])
 
 
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        ("--steps 0", "--steps 0: must be at least 1"),
-        ("--batch-size -1", "--batch-size -1: must be at least 1"),
-        ("--accumulation 0", "--accumulation 0: must be at least 1"),
-        ("--n-layer 0", "--n-layer 0: must be at least 1"),
-        ("--n-embd 130", "--n-embd 130: not divisible by --n-head 4"),
-        ("--dropout 1", "--dropout 1.0: must be in [0, 1)"),
-        ("--dropout nan", "--dropout nan: must be in [0, 1)"),
-        ("--lr 0", "--lr 0.0: must be a finite number above 0"),
-        ("--lr nan", "--lr nan: must be a finite number above 0"),
-        ("--lr inf", "--lr inf: must be a finite number above 0"),
-        ("--min-lr 1", "--min-lr 1.0: must be between 0 and --lr 0.001"),
-        ("--warmup -1", "--warmup -1: must not be negative"),
-        ("--lr -1e-3", "--lr -0.001: must be a finite number above 0"),
-        ("--block-size 1000000000000", "--block-size 1000000000000: must be at most 1048576"),
-        ("--out=", "--out: is empty: name a folder"),
-        ("--beta2 1", "--beta2 1.0: must be in [0, 1)"),
-        ("--clip -1", "--clip -1.0: must be a finite number, not negative; 0 is no clipping"),
-        ("--seed -1", "--seed -1: must be between 0 and 2^63 - 1"),
-        ("--max-skips -1", "--max-skips -1: must not be negative"),
-        ("--steps two", "--steps two: not a whole number"),
-        ("--steps 2.5", "--steps 2.5: not a whole number"),
-        ("--lr fast", "--lr fast: not a number"),
-        ("--dtype fp8", "--dtype fp8: use one of auto, adopted, fp32, bf16, fp16"),
-        ("--backend jax", "--backend jax: use one of torch, numpy, engine"),
-        ("--device tpu", "--device tpu: unknown device, use auto, cpu, cuda, cuda:N or mps"),
-        ("--corpus nowhere.txt", "--corpus nowhere.txt: no such file (names without a file: tinyshakespeare, stdlib)"),
-        ("--corpus .", "--corpus .: not a file: use a text file, or tinyshakespeare, stdlib"),
-        ("--batchsize 3", "unknown argument --batchsize: did you mean --batch-size?"),
-        ("--batch 3", "unknown argument --batch: did you mean --batch-size?"),
-        ("--steps", "argument --steps: expected one argument (--help lists all)"),
-        ("--out a --overwrite --resume b", "--overwrite: cannot be combined with --resume, which continues the run"),
-        (
-            "--resume nowhere",
-            "--resume nowhere: no checkpoint there: neither latest.json of a run nor config.json of a model",
-        ),
-    ],
-)
-def test_bad_input_is_one_line_that_names_the_flag(argv, line):
-    assert line in faults("--lr", "0.001", *argv.split())
+def test_choices_are_those_of_the_rooms_that_define_them():
+    """settings.py is below these rooms and cannot ask them."""
+    assert choices("backend") == set(MODULES)
+    assert choices("tokenizer") == set(TOKENIZERS)
+    assert choices("dtype") == {"auto", "adopted", *FORMATS}
+    assert choices("preset") == {"auto", *PRESETS}
 
 
-@pytest.mark.parametrize(
-    ("argv", "flag"),
-    [
-        ("--vocab-size 100", "--vocab-size"),
-        ("--dtype fp32 --init-scale 8", "--init-scale"),
-        ("--loss-scaling off --growth-interval 8", "--growth-interval"),
-        ("--dtype fp32 --emulation on", "--emulation on"),
-        ("--overwrite", "--overwrite"),
-        ("--tokenizer byte --vocab-size 300", "--vocab-size"),
-        ("--emulation on --compile", "--compile"),
-    ],
-)
-def test_a_setting_that_would_do_nothing_is_refused(argv, flag):
-    assert [line for line in faults(*argv.split()) if line.startswith(flag)]
+def test_every_flag_has_a_rule_for_resumed_runs():
+    assert sorted(flags_with(*RULES)) == sorted(FIELDS)
+    assert {*saved_flags()} == {*FIELDS} - {*flags_with("again", "once")}
 
 
-def test_all_faults_are_told_together():
-    assert len(faults("--steps", "0", "--lr", "x", "--dropout", "2", "--corpus", "nowhere", "--nonsense")) == 5
+def test_flags_of_one_process_are_not_saved():
+    assert set(flags_with("again")) == {"device", "compile", "recompute", "deterministic"}
+    assert set(flags_with("once")) == {"out", "resume", "overwrite", "verify_resume"}
 
 
-def test_cuda_asked_for_and_absent(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert faults("--device", "cuda")[0].startswith("--device cuda: ")
+def test_the_defaults_and_every_preset_are_within_bounds():
+    for preset in PRESETS.values():
+        assert out_of_bounds(replace(Settings(), **preset)) == []
 
 
-def test_out_that_is_a_file_or_below_one(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("")
-    for out in (file, file / "run"):
-        assert faults("--out", str(out)) == [f"--out {out}: cannot be written, {file} is not a folder"]
+def test_every_number_has_a_bound():
+    without = [name for name, f in FIELDS.items() if type_of(f) in (int, float) and not f.metadata["bounds"]]
+    assert without == []
 
 
-def test_out_that_holds_a_run(tmp_path):
-    (tmp_path / "latest.json").write_text("")
-    assert faults("--out", str(tmp_path))[0].startswith(f"--out {tmp_path}: holds a run")
-    assert read("--out", str(tmp_path), "--overwrite").settings.overwrite
+def test_the_preset_cpu_and_the_defaults_are_one_set_of_numbers():
+    """The table of presets in DESIGN: 4 layers, 4 heads, 128 channels, a context of 64, characters."""
+    cpu = replace(Settings(), **PRESETS["cpu"])
+    assert cpu == Settings()
+    assert (cpu.n_layer, cpu.n_head, cpu.n_embd, cpu.block_size, cpu.tokenizer) == (4, 4, 128, 64, "char")
+    assert (cpu.batch_size, cpu.lr, cpu.warmup, cpu.steps, cpu.beta2) == (12, 4e-3, 100, 2000, 0.99)
 
 
-def test_nothing_is_auto_after_reading():
-    s = read("--corpus", "stdlib").settings
-    assert s.device in ("cpu", "cuda")
-    assert s.preset in PRESETS
-    assert s.dtype in ("bf16", "fp16")
-    assert s.loss_scaling == "on"
-    assert s.min_lr == s.lr / 10
-    assert s.save_every == s.eval_every
+def test_the_preset_gpt2_has_gpt2_s_sizes_and_tokens():
+    preset = replace(Settings(), **PRESETS["gpt2"])
+    assert (preset.n_layer, preset.n_head, preset.n_embd, preset.block_size) == (12, 12, 768, 1024)
+    assert TOKENIZERS[preset.tokenizer].vocab_size == 50257
 
 
-def test_flags_go_before_the_preset_and_the_preset_before_defaults():
-    assert read("--preset", "gpu").settings.n_embd == 384
-    assert read("--preset", "gpu", "--n-embd", "36").settings.n_embd == 36
-    assert read("--preset", "gpu").settings.clip == Settings.clip
-
-
-def test_fp32_needs_no_loss_scaling():
-    assert read("--dtype", "fp32").settings.loss_scaling == "off"
-    assert read("--dtype", "fp32", "--loss-scaling", "on").settings.loss_scaling == "on"
-
-
-def test_help_names_every_setting(capsys):
-    with pytest.raises(SystemExit) as caught:
-        read("--help")
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')} " in text for name in Settings.__dataclass_fields__)
-
-
-def test_main_prints_the_faults_and_returns_2(capsys):
-    assert train.main(["--steps", "0", "--lr", "0"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "train.py: error: --steps 0: must be at least 1",
-        "train.py: error: --lr 0.0: must be a finite number above 0",
-    ]
-
-
-def test_the_process_ends_with_2_and_without_a_traceback(tmp_path):
-    bad = tmp_path / "latin1.txt"
-    bad.write_bytes(b"abc \xe9t\xe9 " * 100)
-    run = subprocess.run(
-        [sys.executable, ROOT / "train.py", "--corpus", bad], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert run.returncode == 2
-    assert run.stderr == f"train.py: error: {bad}: not UTF-8: byte 0xe9 at offset 4: convert the file to UTF-8\n"
-    assert list(tmp_path.iterdir()) == [bad]  # no run folder was left behind
-
-
-def test_bpe_learns_as_many_tokens_as_asked():
-    assert read("--tokenizer", "bpe").settings.vocab_size == 4096
-    assert read("--tokenizer", "bpe", "--vocab-size", "300").settings.vocab_size == 300
-    assert faults("--tokenizer", "bpe", "--vocab-size", "255")[0].startswith("--vocab-size 255: must be between 256")
-
-
-def test_a_checkpoint_keeps_every_setting_that_is_not_of_one_process():
-    asked = read("--corpus", "stdlib").asked
-    assert set(asked) == set(Settings.__dataclass_fields__) - set(request.NOT_SAVED)
-    assert asked["seed"] == 1337
-    assert asked["min_lr"] is None  # derived anew, should --lr change
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_name_flags_that_there_are(preset):
+    assert PRESETS[preset].keys() <= FIELDS.keys(), [name_of(name) for name in PRESETS[preset]]

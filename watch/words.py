@@ -5,12 +5,13 @@ import shlex
 import sys
 from pathlib import Path
 
+from base.flags import name_of
 from data.batches import Batches
 from model.backends import Hardware, Kernel
 from model.config import GPTConfig, parameter_count
 from model.cost import flops_per_token, peak_flops
 from run.log import Row
-from settings import Settings
+from settings import Settings, flags_with
 from watch.progress import thousands
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -67,8 +68,8 @@ def go_on(settings: Settings, out: Path, done: int) -> str:
 
 
 def switches(settings: Settings) -> list[str]:
-    """Flags without a value that no checkpoint keeps."""
-    return [f"--{name}" for name in ("compile", "recompute", "deterministic") if getattr(settings, name)]
+    """The flags without a value that no checkpoint keeps: a command that goes on has to give them again."""
+    return [name_of(name) for name in flags_with("again") if getattr(settings, name) is True]
 
 
 def quoted(path: str | Path) -> str:
