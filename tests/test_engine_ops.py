@@ -11,7 +11,7 @@ from engine import ops
 from engine.autocast import autocast
 from engine.tensor import Tensor
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+ENGINE_PAGE = (Path(__file__).resolve().parent.parent / "docs" / "engine.md").read_text(encoding="utf-8")
 ROWS = np.random.default_rng(0).integers(0, 7, (2, 5))  # of 7, some twice, some never
 
 
@@ -21,8 +21,8 @@ def heads(function):
 
 
 def softplus(x):
-    """The op that the README adds."""
-    code = next(block for block in README.split("```python\n")[1:] if "def softplus" in block).split("```")[0]
+    """The op that docs/engine.md adds."""
+    code = next(block for block in ENGINE_PAGE.split("```python\n")[1:] if "def softplus" in block).split("```")[0]
     exec(code, names := {})
     return names["softplus"](x)
 
@@ -65,7 +65,7 @@ CASES = {
     "matmul broadcast": (lambda a, b: a @ b, None, (2, 1, 3, 5), (4, 5, 1)),
     "linear": (ops.linear, F.linear, (2, 3, 5), (4, 5), (4,)),
     "linear without bias": (ops.linear, F.linear, (3, 5), (4, 5)),
-    "the README's op": (softplus, F.softplus, (3, 5)),
+    "the op of docs/engine.md": (softplus, F.softplus, (3, 5)),
     "gelu": (ops.gelu, lambda x: F.gelu(x, approximate="tanh"), (3, 7)),
     "softmax": (ops.softmax, lambda x: x.softmax(-1), (2, 3, 5)),
     "layer_norm": (ops.layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), (2, 3, 8), (8,), (8,)),
