@@ -22,17 +22,17 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path, corpus):
-    """run("name", "--flag …") trains into tmp_path/name and returns (folder, rows)."""
+def train_run(tmp_path, corpus):
+    """train_run("name", "--flag …") trains into tmp_path/name and returns (folder, rows)."""
     import train
     from run.log import read_log
 
-    def run_(name: str, flags: str = "", status: int = 0) -> tuple[Path, list]:
+    def train_into(name: str, flags: str = "", status: int = 0) -> tuple[Path, list]:
         argv = [*TINY.split(), "--corpus", str(corpus), "--out", str(tmp_path / name), *flags.split()]
         assert train.main(argv) == status
         return tmp_path / name, read_log(tmp_path / name / "log.csv")
 
-    return run_
+    return train_into
 
 
 def numbers(rows: list) -> list[str]:

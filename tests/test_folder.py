@@ -68,8 +68,8 @@ def test_the_lock_of_a_process_dies_with_it(tmp_path, holder):
 
 
 @pytest.mark.parametrize("how", ["--out", "--overwrite --out", "--resume"])
-def test_a_second_run_is_refused_and_changes_nothing(run, holder, corpus, capsys, how):
-    out, _ = run("run", "--steps 2")
+def test_a_second_run_is_refused_and_changes_nothing(train_run, holder, corpus, capsys, how):
+    out, _ = train_run("run", "--steps 2")
     if how == "--out":  # a run that has not saved yet: otherwise request.py refuses it before
         shutil.rmtree(out / "step-2")
         for pointer in ("latest.json", "best.json"):
@@ -83,9 +83,9 @@ def test_a_second_run_is_refused_and_changes_nothing(run, holder, corpus, capsys
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
-def test_two_runs_after_each_other_need_no_cleaning(run):
+def test_two_runs_after_each_other_need_no_cleaning(train_run):
     for flags in ("--steps 1 --max-skips 0", "--steps 2 --overwrite"):
-        run("run", flags)
+        train_run("run", flags)
 
 
 def test_what_killed_processes_left_is_cleared_at_the_start(tmp_path):
@@ -96,21 +96,21 @@ def test_what_killed_processes_left_is_cleared_at_the_start(tmp_path):
         assert [path.name for path in out.iterdir()] == [".lock"]
 
 
-def test_overwrite_keeps_the_old_run_until_the_new_one_saves(run, monkeypatch):
+def test_overwrite_keeps_the_old_run_until_the_new_one_saves(train_run, monkeypatch):
     """The new run dies before its first checkpoint: the old one goes on as if there had been none."""
-    out, rows = run("run", "--steps 6")
+    out, rows = train_run("run", "--steps 6")
     with monkeypatch.context() as patched:
         patched.setattr(train, "mean_loss", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            run("run", "--steps 3 --seed 1 --overwrite")
+            train_run("run", "--steps 3 --seed 1 --overwrite")
     assert find_intact(str(out)) == (out / "step-6", [])
     assert train.main(["--resume", str(out), "--steps", "7"]) == 0
     assert numbers(read_log(out / "log.csv"))[:6] == numbers(rows)
 
 
-def test_overwrite_leaves_nothing_of_the_old_run(run):
-    out, _ = run("run", "--steps 6 --save-every 2")
-    run("run", "--steps 3 --overwrite")
+def test_overwrite_leaves_nothing_of_the_old_run(train_run):
+    out, _ = train_run("run", "--steps 6 --save-every 2")
+    train_run("run", "--steps 3 --overwrite")
     assert {path.name for path in out.iterdir()} == {
         ".lock",
         "best.json",
@@ -122,8 +122,8 @@ def test_overwrite_leaves_nothing_of_the_old_run(run):
     assert [row.step for row in read_log(out / "log.csv")] == [1, 2, 3]
 
 
-def test_a_run_that_went_on_since_its_checkpoint_was_chosen_is_not_rolled_back(run):
-    out, _ = run("run", "--steps 4 --save-every 2")
+def test_a_run_that_went_on_since_its_checkpoint_was_chosen_is_not_rolled_back(train_run):
+    out, _ = train_run("run", "--steps 4 --save-every 2")
     settings = SimpleNamespace(out=None, overwrite=False)
     with pytest.raises(BadInput, match="step-4 is newer: start again"):
         open_folder(settings, "fp32", out / "step-2", 2)

@@ -132,10 +132,10 @@ def test_the_committed_measurement_is_whole_and_the_adopted_precision_is_in_it()
     assert adopt(m["tokens_per_second"], m["loss_gap"], m["noise"]) == adopted
 
 
-def test_the_adopted_precision_is_trained_in_and_the_header_says_so(results, run, capsys):
+def test_the_adopted_precision_is_trained_in_and_the_header_says_so(results, train_run, capsys):
     results.mkdir()
     request.ADOPTED.write_text('{"precision": "fp16"}')
-    out, rows = run("run", "--dtype adopted --steps 1")
+    out, rows = train_run("run", "--dtype adopted --steps 1")
     assert rows[0].scale > 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dtype ")]
     assert line.startswith("dtype   fp16: ")

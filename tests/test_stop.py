@@ -46,11 +46,11 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(("number", "status"), BOTH)
-def test_a_signal_lets_the_step_end_and_saves_it(run, monkeypatch, capsys, moment, number, status):
+def test_a_signal_lets_the_step_end_and_saves_it(train_run, monkeypatch, capsys, moment, number, status):
     *at, step = MOMENTS[moment]
     with monkeypatch.context() as patched:
         signal_at(patched, *at, number)
-        out, _ = run("run", EXACT, status=status)
+        out, _ = train_run("run", EXACT, status=status)
     error = capsys.readouterr().err
     assert f"{out / f'step-{step}'} is saved; go on with: " in error
     assert f"--resume {out}" in error
@@ -60,14 +60,14 @@ def test_a_signal_lets_the_step_end_and_saves_it(run, monkeypatch, capsys, momen
 
 
 @pytest.mark.parametrize("moment", ["a step", "evaluation", "a save"])
-def test_a_run_that_was_stopped_goes_on_exactly(run, monkeypatch, moment):
+def test_a_run_that_was_stopped_goes_on_exactly(train_run, monkeypatch, moment):
     import train
 
     *at, _ = MOMENTS[moment]
-    whole, rows = run("whole", EXACT)
+    whole, rows = train_run("whole", EXACT)
     with monkeypatch.context() as patched:
         signal_at(patched, *at, signal.SIGTERM)
-        stopped, _ = run("stopped", EXACT, status=143)
+        stopped, _ = train_run("stopped", EXACT, status=143)
     assert train.main(["--resume", str(stopped), "--device", "cpu"]) == 0
     assert numbers(read_log(stopped / "log.csv")) == numbers(rows)
     for file in ("model.safetensors", "optimizer.safetensors"):

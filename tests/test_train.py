@@ -22,8 +22,8 @@ from tests.conftest import TINY, numbers
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_a_run_shows_and_leaves_all_that_the_readme_promises(run, capsys):
-    out, rows = run("run", "--steps 40 --lr 1e-2 --eval-every 20 --log-every 10")
+def test_a_run_shows_and_leaves_all_that_the_readme_promises(train_run, capsys):
+    out, rows = train_run("run", "--steps 40 --lr 1e-2 --eval-every 20 --log-every 10")
     shown = capsys.readouterr().out
     for start in (
         "model   ",
@@ -58,15 +58,15 @@ def test_a_run_shows_and_leaves_all_that_the_readme_promises(run, capsys):
 
 
 @pytest.mark.parametrize("flags", ["--dtype fp32", "--dtype bf16 --emulation on", "--dtype fp16 --emulation on"])
-def test_the_loss_falls_in_every_precision(run, flags):
-    _, rows = run("run", f"--steps 60 --lr 1e-2 {flags}")
+def test_the_loss_falls_in_every_precision(train_run, flags):
+    _, rows = train_run("run", f"--steps 60 --lr 1e-2 {flags}")
     assert rows[-1].val < rows[0].loss - 1
 
 
-def test_the_clip_works_on_unscaled_gradients(run):
+def test_the_clip_works_on_unscaled_gradients(train_run):
     """A power of two as scale moves only exponents, so every number must be what it is without scaling."""
-    _, scaled = run("scaled", "--dtype fp32 --steps 4 --clip 0.05 --loss-scaling on --init-scale 16384")
-    _, plain = run("plain", "--dtype fp32 --steps 4 --clip 0.05 --loss-scaling off")
+    _, scaled = train_run("scaled", "--dtype fp32 --steps 4 --clip 0.05 --loss-scaling on --init-scale 16384")
+    _, plain = train_run("plain", "--dtype fp32 --steps 4 --clip 0.05 --loss-scaling off")
     assert [row.scale for row in scaled] == [16384] * 4
     assert numbers([row._replace(scale=1.0) for row in scaled]) == numbers(plain)
     assert min(row.grad_norm for row in plain) > 0.05  # so that the clip had work to do
@@ -90,36 +90,38 @@ def test_a_clip_before_the_unscale_would_be_noticed(tmp_path, corpus):
     assert losses[0] != losses[1]
 
 
-def test_accumulation_sees_the_same_rows(run):
-    _, whole = run("whole", "--dtype fp32 --steps 5 --batch-size 8")
-    _, parts = run("parts", "--dtype fp32 --steps 5 --batch-size 2 --accumulation 4")
+def test_accumulation_sees_the_same_rows(train_run):
+    _, whole = train_run("whole", "--dtype fp32 --steps 5 --batch-size 8")
+    _, parts = train_run("parts", "--dtype fp32 --steps 5 --batch-size 2 --accumulation 4")
     # fp32 sums in another order: 1e-6 a step, a few steps through AdamW's division
     assert np.allclose([row.loss for row in whole], [row.loss for row in parts], rtol=1e-5)
     assert np.allclose([row.grad_norm for row in whole], [row.grad_norm for row in parts], rtol=1e-4)
 
 
-def test_validation_does_not_touch_training(run):
-    _, often = run("often", "--steps 6 --dropout 0.1 --eval-every 1")
-    _, never = run("never", "--steps 6 --dropout 0.1")
+def test_validation_does_not_touch_training(train_run):
+    _, often = train_run("often", "--steps 6 --dropout 0.1 --eval-every 1")
+    _, never = train_run("never", "--steps 6 --dropout 0.1")
     assert [row.loss for row in often] == [row.loss for row in never]
     assert often[-1].val == never[-1].val
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16 --emulation on", "fp16 --emulation on"])
-def test_a_diverged_run_ends_with_1_and_names_a_parameter(run, capsys, dtype):
-    out, rows = run("run", f"--dtype {dtype} --steps 20 --lr 1e38 --clip 0 --max-skips 3 --eval-every 2", status=1)
+def test_a_diverged_run_ends_with_1_and_names_a_parameter(train_run, capsys, dtype):
+    out, rows = train_run(
+        "run", f"--dtype {dtype} --steps 20 --lr 1e38 --clip 0 --max-skips 3 --eval-every 2", status=1
+    )
     error = capsys.readouterr().err
     assert re.search(r"stopped: 4 steps in a row had an inf or NaN gradient, the last in (wte|wpe|h\.\d)", error)
     assert rows[-1].skipped == 3  # logged until the one that was too many
     assert not (out / "best.json").exists()  # NaN weights are never the best
 
 
-def test_out_is_kept_unless_overwritten_and_foreign_files_stay(run, capsys):
-    out, _ = run("run", "--steps 2")
+def test_out_is_kept_unless_overwritten_and_foreign_files_stay(train_run, capsys):
+    out, _ = train_run("run", "--steps 2")
     (out / "notes.txt").write_text("mine")
     assert train.main(["--out", str(out)]) == 2
     assert "holds a run" in capsys.readouterr().err
-    run("run", "--steps 3 --overwrite")
+    train_run("run", "--steps 3 --overwrite")
     assert (out / "notes.txt").read_text() == "mine"
     assert not (out / "step-2").exists()
 
@@ -142,9 +144,9 @@ def test_text_too_short_names_what_it_has_and_needs(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_computes_the_same(run):
-    _, compiled = run("compiled", "--dtype fp32 --steps 3 --compile")
-    _, eager = run("eager", "--dtype fp32 --steps 3")
+def test_a_compiled_run_computes_the_same(train_run):
+    _, compiled = train_run("compiled", "--dtype fp32 --steps 3 --compile")
+    _, eager = train_run("eager", "--dtype fp32 --steps 3")
     assert np.allclose([row.loss for row in compiled], [row.loss for row in eager], rtol=1e-5)
 
 
@@ -162,8 +164,8 @@ def test_the_gpu_check_runs_from_end_to_end_on_a_cpu(tmp_path):
     assert all(row["val"] < row["first_loss"] - 0.5 for row in result["rows"])
 
 
-def test_a_diverged_model_does_not_push_out_the_last_good_one(run, capsys):
-    out, rows = run(
+def test_a_diverged_model_does_not_push_out_the_last_good_one(train_run, capsys):
+    out, rows = train_run(
         "run", "--dtype fp32 --steps 8 --lr 1e30 --warmup 4 --save-every 1 --eval-every 1 --clip 0", status=1
     )
     assert not np.isfinite(rows[-1].val)
@@ -171,18 +173,18 @@ def test_a_diverged_model_does_not_push_out_the_last_good_one(run, capsys):
     assert not list(out.glob("step-[2-8]"))
 
 
-def test_numpy_out_of_memory_is_one_line(run, monkeypatch, capsys):
+def test_numpy_out_of_memory_is_one_line(train_run, monkeypatch, capsys):
     monkeypatch.setattr("data.batches.Batches.get", lambda *_: np.empty(2**60, np.uint8))
-    run("run", "--steps 1", status=1)
+    train_run("run", "--steps 1", status=1)
     assert capsys.readouterr().err.splitlines()[-1].startswith("train.py: out of memory: ")
 
 
-def test_a_picture_that_cannot_be_drawn_costs_a_note(run, monkeypatch, capsys):
+def test_a_picture_that_cannot_be_drawn_costs_a_note(train_run, monkeypatch, capsys):
     def full_disk(*arguments):
         raise OSError("no space")
 
     monkeypatch.setattr("watch.plot.plot", full_disk)
-    run("run", "--steps 1")
+    train_run("run", "--steps 1")
     assert capsys.readouterr().err == "note    no picture: no space\n"
 
 
@@ -203,25 +205,27 @@ def test_a_terminal_without_unicode_is_no_reason_to_lose_a_run(tmp_path, corpus)
     assert "\\xb1" in shown
 
 
-def test_runs_that_stop_early_leave_their_picture(run):
-    out, _ = run("run", "--dtype fp16 --emulation on --steps 20 --lr 1e38 --clip 0 --max-skips 2", status=1)
+def test_runs_that_stop_early_leave_their_picture(train_run):
+    out, _ = train_run("run", "--dtype fp16 --emulation on --steps 20 --lr 1e38 --clip 0 --max-skips 2", status=1)
     assert (out / "loss.png").stat().st_size > 0
 
 
-def test_the_learning_rate_reaches_the_optimizer_in_its_step(run):
+def test_the_learning_rate_reaches_the_optimizer_in_its_step(train_run):
     """Two runs that differ only in the rate of the second step agree in two losses and differ in the third."""
-    _, slow = run("slow", "--dtype fp32 --steps 3 --warmup 0 --lr 1e-3 --min-lr 1e-3")
-    _, fast = run("fast", "--dtype fp32 --steps 3 --warmup 3 --lr 2e-3 --min-lr 2e-3")
+    _, slow = train_run("slow", "--dtype fp32 --steps 3 --warmup 0 --lr 1e-3 --min-lr 1e-3")
+    _, fast = train_run("fast", "--dtype fp32 --steps 3 --warmup 3 --lr 2e-3 --min-lr 2e-3")
     assert [row.lr for row in slow] == [1e-3] * 3
     assert [row.lr for row in fast] == [1e-3, 2e-3, 2e-3]
     assert [row.loss for row in slow][:2] == [row.loss for row in fast][:2]
     assert slow[2].loss != fast[2].loss
 
 
-def test_the_scale_is_bounded_and_off_means_1(run):
-    _, bounded = run("bounded", "--dtype fp32 --loss-scaling on --steps 4 --init-scale 8388608 --growth-interval 1")
+def test_the_scale_is_bounded_and_off_means_1(train_run):
+    _, bounded = train_run(
+        "bounded", "--dtype fp32 --loss-scaling on --steps 4 --init-scale 8388608 --growth-interval 1"
+    )
     assert [row.scale for row in bounded] == [2.0**24] * 4
-    _, off = run("off", "--dtype fp32 --steps 3")
+    _, off = train_run("off", "--dtype fp32 --steps 3")
     assert [row.scale for row in off] == [1.0] * 3
 
 
@@ -245,9 +249,9 @@ def full_disk(monkeypatch):
     return full_at
 
 
-def test_a_full_disk_costs_a_line_and_a_checkpoint(run, full_disk, capsys):
+def test_a_full_disk_costs_a_line_and_a_checkpoint(train_run, full_disk, capsys):
     full_disk(4, 6)
-    out, rows = run("run", "--steps 8 --save-every 2 --eval-every 2")
+    out, rows = train_run("run", "--steps 8 --save-every 2 --eval-every 2")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     need = r"No space left on device: [\d,]+ bytes needed, [\d,]+ free in "
     assert len(lines) == 2
@@ -257,9 +261,9 @@ def test_a_full_disk_costs_a_line_and_a_checkpoint(run, full_disk, capsys):
     assert json.loads((out / "best.json").read_text())["step"] == 8
 
 
-def test_the_last_save_decides_how_a_run_ends(run, full_disk, capsys):
+def test_the_last_save_decides_how_a_run_ends(train_run, full_disk, capsys):
     full_disk(4)
-    out, _ = run("run", "--steps 4 --save-every 2", status=1)
+    out, _ = train_run("run", "--steps 4 --save-every 2", status=1)
     error = capsys.readouterr().err
     assert error.startswith("train.py: stopped: step 4 is not saved: No space left on device: ")
     assert len(error.splitlines()) == 1
@@ -267,13 +271,13 @@ def test_the_last_save_decides_how_a_run_ends(run, full_disk, capsys):
     assert [path.name for path in out.glob(".step*")] == []
 
 
-def test_a_best_that_was_not_saved_is_not_the_best(run, full_disk):
+def test_a_best_that_was_not_saved_is_not_the_best(train_run, full_disk):
     """Of 2.9 (step 2), 2.7 (step 4, not saved) and 2.8 (step 6) the last is the best that there is on disk."""
     vals = iter([2.9, 2.7, 2.8])
     full_disk(4)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train, "mean_loss", lambda *arguments: (next(vals), 0.1))
-        out, _ = run("run", "--steps 6 --eval-every 2")
+        out, _ = train_run("run", "--steps 6 --eval-every 2")
     assert json.loads((out / "best.json").read_text()) == {"step": 6, "val": 2.8}
 
 

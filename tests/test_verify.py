@@ -67,9 +67,9 @@ def test_flags_about_a_run_folder_are_refused(flag, capsys):
 
 
 @pytest.fixture
-def pair(run, tmp_path):
+def pair(train_run, tmp_path):
     """Two folders of the same run, 4 steps long."""
-    out, _ = run("run", "--steps 4")
+    out, _ = train_run("run", "--steps 4")
     shutil.copytree(out, tmp_path / "copy")
     lines = (out / "log.csv").read_text().splitlines(keepends=True)
     (tmp_path / "copy" / "log.csv").write_text("".join([lines[0], *lines[3:]]))

@@ -88,13 +88,13 @@ def test_a_note_that_nobody_reads_is_no_reason_to_end(monkeypatch):
     a_short_run(Watch([failing("row")]))
 
 
-def test_a_run_whose_every_sink_fails_has_the_same_log_and_weights(run, monkeypatch):
+def test_a_run_whose_every_sink_fails_has_the_same_log_and_weights(train_run, monkeypatch):
     flags = "--steps 4 --dtype fp16 --emulation on --dropout 0.1 --eval-every 2"
-    seen, rows = run("seen", flags)
+    seen, rows = train_run("seen", flags)
     for method in METHODS:
         monkeypatch.setattr(f"watch.progress.Progress.{method}", lambda *arguments: 1 / 0)
     monkeypatch.setattr("watch.plot.plot", lambda *arguments: 1 / 0)
-    unseen, unseen_rows = run("unseen", flags)
+    unseen, unseen_rows = train_run("unseen", flags)
     assert numbers(unseen_rows) == numbers(rows)
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (unseen / "step-4" / file).read_bytes() == (seen / "step-4" / file).read_bytes(), file
