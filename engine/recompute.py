@@ -1,4 +1,6 @@
-"""Gradient checkpointing (Chen et al. 2016): memory for time. A block keeps its input and runs again in backward.
+"""Gradient checkpointing (Chen et al. 2016): less memory for more time.
+
+A recomputed block keeps its input and frees the arrays that it computed; in backward it runs again.
 
 The word "checkpoint" alone means the folder on disk, here as elsewhere.
 """
@@ -7,27 +9,36 @@ from collections.abc import Callable
 from copy import deepcopy
 
 from amp import policy
-from engine.ops import drawing, generator
-from engine.tensor import Tensor, backpropagate, is_recording, now, recording, remember, sources
+from engine.graph import backpropagate, is_recording, next_age, recording, sources
+from engine.ops import current_generator, drawing
+from engine.tensor import Tensor, record_nodes
 
 
 def recompute(function: Callable[..., Tensor], *args) -> Tensor:
-    """function(*args), a Tensor, without what was computed on the way. Gradients have the same bits as without.
+    """function(*args), a Tensor, without keeping the arrays that were computed on the way.
 
-    The second run drops the same units and computes in the same precision. What `function` uses without being given
-    it, like weights, gets its gradient too. It must be a function of what it reads: a second run has to give the same.
+    The second run drops the same units and computes in the same precision as the first, so `function` must give the
+    same result whenever it reads the same. Tensors that it uses without being given them, like weights, get their
+    gradients, too.
+
+    Gradients have the same bits as without `recompute`, with one exception: a tensor that is used several times inside
+    `function` and again after it. Its uses inside are summed first, then added to those after it; without `recompute`
+    all are added one by one. The sums may round differently.
     """
     if not is_recording():
         return function(*args)
-    low, random, since = policy.compute_dtype(), deepcopy(generator()), now()
+    dtype = policy.compute_dtype()
+    generator = deepcopy(current_generator())
+    since = next_age()
     first = function(*args)
-    used = sources([first], since)
+    used = sources([first.node], since)
 
-    def derive(dy):
-        since = now()
-        with policy.computing(low), drawing(random), recording(True):
+    def backward(dy):
+        since = next_age()
+        with policy.computing(dtype), drawing(generator), recording(True):
             second = function(*args)
+        assert second.node is not None, "the second run computed something else than the first"
         gradients = backpropagate(second.node, dy, since)
         return [gradients.get(node) for node in used]
 
-    return remember(first.data, used, derive)  # here the graph of the first run goes
+    return record_nodes(first.data, used, backward)  # the graph of the first run is freed here
