@@ -1,7 +1,7 @@
 """autocast: the block in which ops compute in 16 bits; and the weights that are trained in it.
 
-The table of amp/policy.py says what each op rounds; `op` in tensor.py obeys it. Values stay in fp32 arrays: a tensor
-core, too, computes products of 16-bit numbers and sums them in fp32.
+The table of amp/policy.py says what each op rounds; `op` in tensor.py obeys it. Values stay in fp32 arrays: a
+tensor core, too, computes products of 16-bit numbers and sums them in fp32.
 """
 
 from contextlib import contextmanager
@@ -19,8 +19,8 @@ from optim.adamw import Parameter
 def autocast(dtype: str, enabled: bool = True):
     """Makes `dtype` the compute dtype of the block: "bf16", "fp16", or "fp32", which rounds nothing.
 
-    Blocks nest, and enabled=False inside one means fp32. After the block, also after an exception, the former dtype
-    returns. ValueError for another dtype.
+    Blocks nest, and enabled=False inside one means fp32. After the block, also after an exception, the former
+    dtype returns. ValueError for another dtype.
     """
     if dtype not in FORMATS:
         raise ValueError(f"unknown compute dtype {dtype!r}: use one of {', '.join(FORMATS)}")

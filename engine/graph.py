@@ -1,7 +1,7 @@
 """The graph of a computation, and the reverse pass that makes gradients of it.
 
-A node stands for one computed array. It holds the nodes of the arrays that the op read, its parents, and the op's
-`backward`. It does not hold the array: an op keeps of the numbers only those that its backward needs.
+A node stands for one array that an op computed. It holds its parents, the nodes of the arrays that the op read,
+and the op's `backward`. It does not hold the array: an op keeps only the numbers that its backward needs.
 """
 
 import heapq
@@ -12,14 +12,15 @@ from contextvars import ContextVar
 
 import numpy as np
 
-Backward = Callable[[np.ndarray], Sequence[np.ndarray | None]]  # the result's gradient -> a gradient for each parent
+# Takes the gradient of an op's result; returns a gradient for each parent.
+Backward = Callable[[np.ndarray], Sequence[np.ndarray | None]]
 
 _ages = itertools.count()
 _recording: ContextVar[bool] = ContextVar("operations are recorded", default=True)
 
 
 class Node:
-    """A computed array's place in the graph. A leaf is a node without `backward`: its array was not computed."""
+    """An array's place in the graph. A leaf has no `backward`: its array was given, not computed."""
 
     def __init__(
         self, data: np.ndarray, parents: tuple["Node | None", ...] = (), backward: Backward | None = None
@@ -40,8 +41,9 @@ def next_age() -> int:
 def backpropagate(root: Node, gradient: np.ndarray, since: int = 0) -> dict[Node, np.ndarray]:
     """The gradient of every source of `root`, given the gradient of `root`. It consumes the graph.
 
-    The pass visits the youngest node first. Every node that was computed from a node is younger, so the gradient of a
-    node is complete when its turn comes. A heap holds the turns, since recursion would limit the depth of a graph.
+    The pass visits the youngest node first. Every node that was computed from a node is younger, so the
+    gradient of a node is complete when its turn comes. A heap holds the turns, since recursion would limit
+    the depth of a graph.
     """
     gradients = {root: gradient}
     turns = [(-root.age, root)]
@@ -52,14 +54,16 @@ def backpropagate(root: Node, gradient: np.ndarray, since: int = 0) -> dict[Node
         if node.backward is None or node.age < since:
             gradients_of_sources[node] = dy
             continue
-        parents, backward = node.parents, node.backward
-        node.parents, node.backward = (), _consumed  # frees the arrays that backward holds as soon as it has run
+        parents = node.parents
+        backward = node.backward
+        node.parents = ()
+        node.backward = _consumed  # frees the arrays that backward holds as soon as it has run
         for parent, dx in zip(parents, backward(dy), strict=True):
             if parent is None or dx is None:
                 continue
             dx = unbroadcast(np.asarray(dx, parent.dtype), parent.shape)
             if parent in gradients:
-                gradients[parent] = gradients[parent] + dx  # not in place: another parent may have the same array
+                gradients[parent] = gradients[parent] + dx  # not in place: parents may share an array
             else:
                 gradients[parent] = dx
                 heapq.heappush(turns, (-parent.age, parent))
@@ -67,7 +71,7 @@ def backpropagate(root: Node, gradient: np.ndarray, since: int = 0) -> dict[Node
 
 
 def sources(roots: Iterable[Node | None], since: int = 0) -> tuple[Node, ...]:
-    """The nodes at which `backpropagate` ends, the oldest first: leaves, and nodes made before the age `since`."""
+    """The nodes where `backpropagate` ends, the oldest first: leaves, and nodes made before the age `since`."""
     waiting = list(roots)
     seen: set[Node] = set()
     ends = []
@@ -84,7 +88,7 @@ def sources(roots: Iterable[Node | None], since: int = 0) -> tuple[Node, ...]:
 
 
 def unbroadcast(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The gradient of an array of this shape that NumPy stretched: sums over the places where each number was used."""
+    """The gradient of an array of this shape that NumPy stretched: the sum over the axes that were stretched."""
     if gradient.shape == shape:
         return gradient
     gradient = gradient.sum(tuple(range(gradient.ndim - len(shape))))
@@ -112,4 +116,5 @@ def no_grad():
 
 
 def is_recording() -> bool:
+    """Whether ops add nodes to the graph here."""
     return _recording.get()

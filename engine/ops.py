@@ -1,4 +1,4 @@
-"""The ops of a GPT's layers, each with its backward below its forward. Elementary ops are Tensor's methods: tensor.py.
+"""The ops of a GPT's layers, each with its backward below its forward. The elementary ops are in tensor.py.
 
 B batch · T time · C channels · V vocabulary · NH heads · HS head size; the gradient of `x` is `dx`
 """
@@ -21,8 +21,8 @@ _generator: ContextVar[np.random.Generator | None] = ContextVar("dropout draws f
 
 
 @op("linear")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None):  # (..., in), (out, in), (out,) -> (..., out)
-    """y = x Wᵀ + b"""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None):  # (..., in), (out, in), (out,)
+    """y = x Wᵀ + b, of shape (..., out)."""
     shape = x.shape
     flat = x.data.reshape(-1, shape[-1])  # one product for the whole batch
     y = flat @ weight.data.T
@@ -40,7 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None):  # (..., in),
 
 @op("gelu")
 def gelu(x: Tensor):
-    """y = x / 2 · (1 + tanh(u)), u = sqrt(2/π) · (x + 0.044715 x³): GPT-2's approximation (Hendrycks & Gimpel 2016)."""
+    """y = x / 2 · (1 + tanh(u)), u = sqrt(2/π) · (x + 0.044715 x³); GPT-2's (Hendrycks & Gimpel 2016)."""
     data = x.data
     u = data * data  # in place from here on: these arrays are the largest of a step
     u *= GELU_SCALE * GELU_CUBIC
@@ -52,7 +52,7 @@ def gelu(x: Tensor):
     y *= 0.5
 
     def backward(dy):
-        """dy/dx = (1 + tanh(u)) / 2 + x / 2 · (1 - tanh²(u)) · du/dx, du/dx = sqrt(2/π) · (1 + 3 · 0.044715 x²)"""
+        """dy/dx = (1 + tanh(u) + x · (1 - tanh²(u)) · du/dx) / 2, du/dx = sqrt(2/π) · (1 + 3 · 0.044715 x²)"""
         dx = data * data
         dx *= 3 * GELU_SCALE * GELU_CUBIC
         dx += GELU_SCALE  # du/dx
@@ -80,7 +80,7 @@ def softmax(x: Tensor):
 
 
 def softmax_in_place(x: np.ndarray) -> np.ndarray:
-    """x, overwritten with its softmax. Subtracting the maximum changes no quotient, and e^x cannot overflow."""
+    """Overwrites x with its softmax. Without its maximum x has the same softmax, and e^x cannot overflow."""
     x -= x.max(-1, keepdims=True)
     np.exp(x, out=x)
     x /= np.einsum("...i->...", x)[..., None]
@@ -95,7 +95,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5):  # (
     xhat *= rstd
 
     def backward(dy):
-        """x acts directly, through the mean and through rstd: dx = rstd (dx̂ - mean(dx̂) - x̂ · mean(dx̂ · x̂))"""
+        """dx = rstd · (dx̂ - mean(dx̂) - x̂ · mean(dx̂ · x̂)): x acts directly, through the mean, through rstd."""
         flat = dy.reshape(-1, dy.shape[-1])
         dweight = np.einsum("nc,nc->c", flat, xhat.reshape(flat.shape))
         dbias = flat.sum(0)
@@ -131,7 +131,7 @@ def embedding(weight: Tensor, indices: ArrayLike):  # (V, C), whole numbers (...
 
 @op("cross_entropy")
 def cross_entropy(logits: Tensor, targets: ArrayLike):  # (..., V), whole numbers (...) -> (...)
-    """loss = log Σ e^z - z[target] of each token, in nats. With the softmax inside, the derivative is p - 1[target]."""
+    """loss = log Σ e^z - z[target] of each token, in nats. It contains the softmax, so that dz is p - 1[target]."""
     targets = checked_indices(targets, logits.shape[-1], "cross_entropy")[..., None]
     z = logits.data - logits.data.max(-1, keepdims=True)
     losses = -np.take_along_axis(z, targets, -1)
@@ -152,7 +152,8 @@ def checked_indices(indices: ArrayLike, size: int, name: str) -> np.ndarray:
     """The indices as an array. IndexError, naming the op, unless all are from 0 to size - 1."""
     indices = np.asarray(indices)
     if indices.size and (indices.min() < 0 or indices.max() >= size):
-        raise IndexError(f"{name}: indices from {indices.min()} to {indices.max()}, but there are {size} rows")
+        lowest, highest = indices.min(), indices.max()
+        raise IndexError(f"{name}: indices from {lowest} to {highest}, but there are {size} rows")
     return indices
 
 
@@ -169,7 +170,7 @@ def attention(qkv: Tensor, rate: float = 0.0):  # (3, B, NH, T, HS): queries, ke
     p += np.triu(np.full((T, T), -np.inf, p.dtype), 1)  # the future: e^-inf is 0
     softmax_in_place(p)
     mask = draw_kept(p.shape, rate) * p.dtype.type(1 / (1 - rate)) if rate else None
-    o = np.empty((B, T, NH, HS), p.dtype).swapaxes(1, 2)  # in this order of memory the heads are joined without a copy
+    o = np.empty((B, T, NH, HS), p.dtype).swapaxes(1, 2)  # in memory (B, T, NH, HS): to join heads needs no copy
     np.matmul(p if mask is None else p * mask, v, out=o)
 
     def backward(do):
@@ -229,18 +230,19 @@ def current_generator() -> np.random.Generator | None:
 
 
 def sum_losses(losses: Sequence[Tensor], map_in_threads: Callable[..., Iterable] = map) -> Tensor:
-    """The sum of losses whose graphs share nothing but leaves. Backward goes through the graphs with `map_in_threads`.
+    """The sum of losses whose graphs share only leaves. Backward visits the graphs by `map_in_threads`.
 
-    A leaf's gradients are added in the order of the losses, so that the number of threads changes no bit.
+    The gradients of a leaf are added in the order of the losses, so the number of threads changes no bit.
     """
     nodes = [loss.node for loss in losses if loss.node is not None]
     leaves = sources(nodes)
 
     def backward(dy):
-        gradients_of_losses = list(map_in_threads(lambda node: backpropagate(node, dy), nodes))
-        return [add_in_order([found[leaf] for found in gradients_of_losses if leaf in found]) for leaf in leaves]
+        gradients = list(map_in_threads(lambda node: backpropagate(node, dy), nodes))  # one dict a loss
+        return [add_in_order([of_loss[leaf] for of_loss in gradients if leaf in of_loss]) for leaf in leaves]
 
-    return record_nodes(np.sum([loss.data for loss in losses], axis=0, dtype=losses[0].data.dtype), leaves, backward)
+    loss = np.sum([loss.data for loss in losses], axis=0, dtype=losses[0].data.dtype)
+    return record_nodes(loss, leaves, backward)
 
 
 def add_in_order(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -17,13 +17,13 @@ from engine.tensor import Tensor, record_nodes
 def recompute(function: Callable[..., Tensor], *args) -> Tensor:
     """function(*args), a Tensor, without keeping the arrays that were computed on the way.
 
-    The second run drops the same units and computes in the same precision as the first, so `function` must give the
-    same result whenever it reads the same. Tensors that it uses without being given them, like weights, get their
-    gradients, too.
+    The second run drops the same units and computes in the same precision as the first, so `function` must
+    give the same result whenever it reads the same. Tensors that it uses without being given them, like
+    weights, get their gradients, too.
 
-    Gradients have the same bits as without `recompute`, with one exception: a tensor that is used several times inside
-    `function` and again after it. Its uses inside are summed first, then added to those after it; without `recompute`
-    all are added one by one. The sums may round differently.
+    Gradients have the same bits as without `recompute`, with one exception: a tensor that is used several
+    times inside `function` and again after it. Its uses inside are summed first, then added to those after
+    it; without `recompute` all are added one by one. The sums may round differently.
     """
     if not is_recording():
         return function(*args)
@@ -37,7 +37,8 @@ def recompute(function: Callable[..., Tensor], *args) -> Tensor:
         since = next_age()
         with policy.computing(dtype), drawing(generator), recording(True):
             second = function(*args)
-        assert second.node is not None, "the second run computed something else than the first"
+        if second.node is None:
+            raise RuntimeError("recompute: the result required a gradient in the first run, none in the second")
         gradients = backpropagate(second.node, dy, since)
         return [gradients.get(node) for node in used]
 

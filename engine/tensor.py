@@ -1,9 +1,10 @@
 """Tensor: a NumPy array with a place in the graph. Its operators and methods are the elementary ops.
 
-An op computes with the `.data` of its tensors and returns `record(result, parents, backward)`. `backward` turns the
-result's gradient `dy` into a gradient for each parent; `dx` is the gradient of the loss by `x`. `backward` runs once,
-so it may overwrite arrays that forward left for it. The reverse pass of graph.py does the rest: it sums where NumPy
-stretched a parent, and it adds the gradients of a tensor that was used several times. A GPT's layers are in ops.py.
+An op computes with the `.data` of its tensors and returns `record(result, parents, backward)`. `backward`
+turns the result's gradient `dy` into a gradient for each parent; `dx` is the gradient of the loss by `x`.
+`backward` runs once, so it may overwrite arrays that forward left for it. The reverse pass of graph.py does
+the rest: it sums where NumPy stretched a parent, and it adds the gradients of a tensor that was used several
+times. A GPT's layers are in ops.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +25,14 @@ Axes = int | tuple[int, ...] | None  # None: all
 def record(data: np.ndarray, parents: Sequence["Tensor"], backward: Backward) -> "Tensor":
     """The result of an op: a Tensor of `data`, whose node remembers the parents and `backward`.
 
-    `backward` may hold arrays, but not the result: without cycles, memory is freed with the last name of the result.
+    `backward` may hold arrays, but not the result. Without that cycle, memory is freed as soon as nothing
+    names the result.
     """
     return record_nodes(data, [parent.node for parent in parents], backward)
 
 
 def record_nodes(data: np.ndarray, parents: Sequence[Node | None], backward: Backward) -> "Tensor":
-    """`record`, where the parents' nodes are known and their tensors are not."""
+    """Does what `record` does, where the nodes of the parents are known and their tensors are not."""
     result = Tensor(data)
     if is_recording() and any(parents):
         result.node = Node(result.data, tuple(parents), backward)
@@ -38,17 +40,17 @@ def record_nodes(data: np.ndarray, parents: Sequence[Node | None], backward: Bac
 
 
 def cast(x: "Tensor", dtype: str) -> "Tensor":
-    """x rounded to "bf16" or "fp16"; its gradient is rounded, too. fp64 stays as it is, as in PyTorch's autocast."""
+    """x rounded to "bf16" or "fp16"; backward rounds its gradient, too. fp64 is not rounded, as in PyTorch."""
     if x.data.dtype == np.float64:
         return x
     return record(x.data_in(dtype), (x,), lambda dy: (round_to(dy, dtype),))
 
 
 def op(row: str | None = None) -> Callable[[Op], Op]:
-    """Makes an op of a function of tensors. `row` names its rule in amp/policy.py's TABLE; None is the rule of fp32.
+    """Makes an op of a function of tensors. `row` names its rule in the TABLE of amp/policy.py; None means fp32.
 
-    The op casts operands and result as the rule says for the active compute dtype. Its first argument may be an array.
-    Where shapes do not fit, its ValueError names the op and the shapes.
+    The op casts operands and result as the rule says for the active compute dtype. Its first argument may be
+    an array. Where shapes do not fit, its ValueError names the op and the shapes.
     """
     rule = policy.TABLE[row] if row else policy.EXACT
 
@@ -73,16 +75,17 @@ def op(row: str | None = None) -> Callable[[Op], Op]:
 
 
 def as_tensor(value: "Tensor | ArrayLike", like: "Tensor | None" = None) -> "Tensor":
-    """A Tensor as it is; numbers as a Tensor, in the dtype of `like`, so that 2 * x is no wider than x."""
+    """Makes a Tensor of numbers, in the dtype of `like` so that 2 * x is no wider than x. A Tensor stays."""
     if isinstance(value, Tensor):
         return value
     return Tensor(value if like is None else np.asarray(value, like.data.dtype))
 
 
 class Tensor:
-    """`data` is an fp32 or fp64 array (not a copy); a 16-bit number is held as an fp32 number that was rounded.
+    """An array `data` and its place in the graph, `node`, which is None where no gradient is required.
 
-    `node` is its place in the graph, None where no gradient is required. Other numbers become fp32; text: TypeError.
+    The array is fp32 or fp64; it is not copied. Numbers of another dtype become fp32, and anything else is a
+    TypeError. A 16-bit number is held as an fp32 number that was rounded.
     """
 
     __array_ufunc__ = None  # makes NumPy leave array * tensor to the tensor
@@ -102,7 +105,7 @@ class Tensor:
 
     @property
     def grad(self) -> np.ndarray | None:
-        """The gradient of a leaf: an array of the tensor's shape and dtype, None before the first backward."""
+        """A leaf's gradient: an array of its shape and dtype, or None before the first backward."""
         return None if self.node is None else self.node.grad
 
     @grad.setter
@@ -127,22 +130,25 @@ class Tensor:
         return Tensor(self.data)
 
     def backward(self, gradient: np.ndarray | None = None) -> None:
-        """Computes the gradient by every leaf that this tensor was computed from, and adds it to the leaf's `grad`.
+        """Adds this tensor's gradient by each leaf that it was computed from to the `grad` of the leaf.
 
-        `gradient` is this tensor's own; a loss (one number) has 1. RuntimeError if the tensor requires no gradient, is
-        no loss and comes without a gradient, or if backward has run through its graph before. ValueError for a shape.
+        `gradient` is the gradient of this tensor, an array of its shape; a loss, which is one number, has the
+        gradient 1. It is a RuntimeError if the tensor requires no gradient, if it is no loss and `gradient` is
+        missing, or if backward has run through its graph before.
         """
         if self.node is None:
-            raise RuntimeError("this tensor requires no gradient: it is detached, or nothing it came from requires one")
+            reason = "it is detached, or nothing it came from requires one"
+            raise RuntimeError(f"this tensor requires no gradient: {reason}")
         if gradient is None:
             if self.data.size != 1:
                 raise RuntimeError(f"a tensor of shape {self.shape} is no loss: pass its gradient to backward()")
             gradient = np.ones_like(self.data)
         if np.shape(gradient) != self.shape:
-            raise ValueError(f"backward: a gradient of shape {np.shape(gradient)} for a tensor of shape {self.shape}")
+            given = np.shape(gradient)
+            raise ValueError(f"backward: a gradient of shape {given} for a tensor of shape {self.shape}")
         for leaf, dleaf in backpropagate(self.node, np.asarray(gradient, self.data.dtype)).items():
             if leaf.grad is None:
-                leaf.grad = dleaf.copy()  # two leaves may share dleaf, and clipping changes gradients in place
+                leaf.grad = dleaf.copy()  # leaves may share dleaf; clipping works in place
             else:
                 leaf.grad += dleaf
 
@@ -212,10 +218,8 @@ class Tensor:
     # ---- products
 
     @op("matmul")
-    def __matmul__(self, other):
+    def matmul(self, other: "Tensor"):
         """The last two axes are matrices, the axes before them a batch."""
-        if not isinstance(other, Tensor):
-            return self @ as_tensor(other, like=self)  # so that its numbers are cast, too
         if self.data.ndim < 2 or other.data.ndim < 2:
             raise ValueError("matmul takes matrices, or batches of them")
 
@@ -224,8 +228,11 @@ class Tensor:
 
         return record(self.data @ other.data, (self, other), backward)
 
+    def __matmul__(self, other):
+        return self.matmul(as_tensor(other, like=self))
+
     def __rmatmul__(self, array):
-        return as_tensor(array, like=self) @ self
+        return as_tensor(array, like=self).matmul(self)
 
     # ---- shapes: their backward holds a shape alone, so that the numbers of `self` can be freed
 
@@ -244,7 +251,8 @@ class Tensor:
     def __getitem__(self, index):
         """self[index] by whole numbers and slices. Rows by an array of numbers: `embedding`."""
         for part in index if isinstance(index, tuple) else (index,):
-            if not isinstance(part, int | np.integer | slice | type(None) | type(Ellipsis)) or isinstance(part, bool):
+            is_number = isinstance(part, int | np.integer) and not isinstance(part, bool)
+            if not is_number and not isinstance(part, slice | type(None) | type(Ellipsis)):
                 kind = type(part).__name__
                 raise TypeError(f"getitem: an index is a whole number or a slice, not {kind}: use embedding")
         shape = self.shape
@@ -294,7 +302,8 @@ class Tensor:
 
         def backward(dy):
             is_largest = self.data == y
-            return (restore_axes(dy, shape, axis, keepdims) * is_largest / is_largest.sum(axis, keepdims=True),)
+            dy = restore_axes(dy, shape, axis, keepdims)
+            return (dy * is_largest / is_largest.sum(axis, keepdims=True),)
 
         return record(self.data.max(axis, keepdims=keepdims), (self,), backward)
 

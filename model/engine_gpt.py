@@ -1,4 +1,4 @@
-"""The GPT on engine/: GPT-2's architecture and names, and no derivative. The backend around it: engine_backend.py.
+"""The GPT on engine/: GPT-2's architecture and names, and no derivative. Its backend: engine_backend.py.
 
 Its layers are functions of tensors. `weights` holds all parameters by name; `w` holds those of one block.
 B batch · T time · C channels · V vocabulary · L layers · NH heads · HS head size (C / NH)
@@ -31,7 +31,8 @@ def mlp(x: Tensor, w: Weights) -> Tensor:  # (B, T, C)
     return linear(x, w["mlp.c_proj.weight"], w["mlp.c_proj.bias"])
 
 
-def block(x: Tensor, w: Weights, config: GPTConfig) -> Tensor:  # (B, T, C), the residual stream, fp32 throughout
+def block(x: Tensor, w: Weights, config: GPTConfig) -> Tensor:  # (B, T, C)
+    """x is the residual stream: fp32, and each half of the block adds to it."""
     y = self_attention(layer_norm(x, w["ln_1.weight"], w["ln_1.bias"]), w, config)
     x = x + dropout(y, config.dropout)
     y = mlp(layer_norm(x, w["ln_2.weight"], w["ln_2.bias"]), w)
@@ -49,10 +50,11 @@ def blocks(x: Tensor, weights: Weights, layers: range, config: GPTConfig) -> Ten
 def hidden(weights: Weights, tokens: np.ndarray, config: GPTConfig, recomputed: int = 0) -> Tensor:  # (B, T)
     """What goes into the head (B, T, C).
 
-    `recomputed` is how many layers at a time keep only their input, and are recomputed in backward; 0 keeps all arrays.
-    The last layers are never recomputed, since backward begins with them.
+    `recomputed` is how many layers at a time keep only their input, and are recomputed in backward; 0 keeps
+    all arrays. The last layers are never recomputed, since backward begins with them.
     """
-    T, L = tokens.shape[1], config.n_layer
+    _, T = tokens.shape
+    L = config.n_layer
     x = embedding(weights[TIED], tokens) + weights["wpe.weight"][:T]  # (B, T, C)
     x = dropout(x, config.dropout)
     size = recomputed or L

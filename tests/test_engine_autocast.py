@@ -54,7 +54,7 @@ RULES = {  # a case of test_engine_ops.py -> its row of the table
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("case", RULES)
 def test_each_op_obeys_its_row_of_the_table(case, low):
-    """An fp32 result has bits that the low dtype has not. Operands are rounded if rounding them changes no result."""
+    """An fp32 result has bits that the low dtype lacks. If rounding operands changes nothing, the op rounds."""
     function, _, *shapes = CASES[case]
     rule = policy.TABLE[RULES[case]]
 
@@ -75,12 +75,8 @@ def test_each_op_obeys_its_row_of_the_table(case, low):
 
 @pytest.mark.parametrize("low", LOW)
 def test_linear_and_its_gradients_are_rounded_fp32_products_of_rounded_operands(low):
-    x, w, b, dy = (
-        standard_normal(6, 5),
-        standard_normal(4, 5, seed=1),
-        standard_normal(4, seed=2),
-        standard_normal(6, 4, seed=3),
-    )
+    shapes = [(6, 5), (4, 5), (4,), (6, 4)]
+    x, w, b, dy = (standard_normal(*shape, seed=seed) for seed, shape in enumerate(shapes))
     tensors = [Tensor(array, requires_grad=True) for array in (x, w, b)]
     with autocast(low):
         y = ops.linear(*tensors)

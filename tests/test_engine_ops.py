@@ -1,6 +1,7 @@
-"""Every op, elementary or of a layer: value, gradient and slope, the error in 16 bits. One line of CASES is one test.
+"""Every op, one line of CASES each: value, gradients and slopes in fp64, the error in fp32 and in 16 bits.
 
-A new op needs a line in CASES, and in RULES of test_engine_autocast.py if it has a row in the table of precisions.
+A new op needs a line in CASES, and in RULES of test_engine_autocast.py if it has a row in the table of
+precisions.
 """
 
 from pathlib import Path
@@ -35,7 +36,7 @@ def torch_cross_entropy(logits):
     return F.cross_entropy(logits.transpose(1, 2), torch.from_numpy(INDICES), reduction="none")
 
 
-# name: our op, PyTorch's (None: the same expression), shapes of the inputs, which are drawn normal, or "positive"
+# name: our op, PyTorch's (None: the same expression), the shape of each input; "positive" inputs are above 0.5
 CASES = {
     "add": (lambda a, b: a + b, None, (3, 5), (3, 5)),
     "add broadcast": (lambda a, b: a + b, None, (2, 3, 1), (4,)),
@@ -144,7 +145,7 @@ def test_value_and_gradients_are_torch_s_and_gradients_are_slopes(case):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_error_of_a_dtype_is_at_most_twice_torch_s(case, dtype):
+def test_the_error_in_each_dtype_is_at_most_twice_torch_s(case, dtype):
     function, theirs, *shapes = CASES[case]
     theirs = theirs or function
     inputs = draw(shapes, np.float32)

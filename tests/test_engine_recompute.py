@@ -1,4 +1,4 @@
-"""Recomputation: when gradients have the same bits as without it, for anything a block may use; and what it keeps."""
+"""Recomputation: when gradients have the same bits as without it, what a block may use, and what is kept."""
 
 import gc
 import weakref
@@ -88,6 +88,17 @@ def test_an_argument_may_be_the_result_and_another_may_go_unused():
     recompute(lambda x, unused: x, x, unused).sum().backward()
     np.testing.assert_array_equal(x.grad, np.ones(3))
     assert unused.grad is None
+
+
+def test_a_function_whose_second_result_requires_no_gradient_is_an_error():
+    x, runs = leaf(3), []
+
+    def function(x):
+        runs.append(x)
+        return x * 2 if len(runs) == 1 else x.detach()
+
+    with pytest.raises(RuntimeError, match="none in the second"):
+        recompute(function, x).sum().backward()
 
 
 def test_the_second_run_neither_uses_nor_changes_the_state_around_backward():
