@@ -17,13 +17,13 @@ from engine.tensor import Tensor, record_nodes
 def recompute(function: Callable[..., Tensor], *args) -> Tensor:
     """function(*args), a Tensor, without keeping the arrays that were computed on the way.
 
-    The second run drops the same units and computes in the same precision as the first, so `function` must
-    give the same result whenever it reads the same. Tensors that it uses without being given them, like
-    weights, get their gradients, too.
+    Backward runs `function` again, with the same dropout and in the same precision. The function must give the
+    same result both times. A tensor that it uses without being given it, like a weight, gets its gradient, too.
 
     Gradients have the same bits as without `recompute`, with one exception: a tensor that is used several
-    times inside `function` and again after it. Its uses inside are summed first, then added to those after
-    it; without `recompute` all are added one by one. The sums may round differently.
+    times inside `function` and again after it. `recompute` adds up the gradients of the uses inside, and then
+    adds that sum to the gradients of the uses after it. Without `recompute` all of them are added one by one,
+    and the sums may round differently.
     """
     if not is_recording():
         return function(*args)

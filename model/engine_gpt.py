@@ -32,7 +32,7 @@ def mlp(x: Tensor, w: Weights) -> Tensor:  # (B, T, C)
 
 
 def block(x: Tensor, w: Weights, config: GPTConfig) -> Tensor:  # (B, T, C)
-    """x is the residual stream: fp32, and each half of the block adds to it."""
+    """x + attention(LayerNorm(x)), then the same with the MLP. x is the residual stream, fp32 throughout."""
     y = self_attention(layer_norm(x, w["ln_1.weight"], w["ln_1.bias"]), w, config)
     x = x + dropout(y, config.dropout)
     y = mlp(layer_norm(x, w["ln_2.weight"], w["ln_2.bias"]), w)
@@ -48,10 +48,10 @@ def blocks(x: Tensor, weights: Weights, layers: range, config: GPTConfig) -> Ten
 
 
 def hidden(weights: Weights, tokens: np.ndarray, config: GPTConfig, recomputed: int = 0) -> Tensor:  # (B, T)
-    """What goes into the head (B, T, C).
+    """The input of the head (B, T, C).
 
-    `recomputed` is how many layers at a time keep only their input, and are recomputed in backward; 0 keeps
-    all arrays. The last layers are never recomputed, since backward begins with them.
+    Groups of `recomputed` layers keep only their input, and backward recomputes the arrays inside. With 0 all
+    layers keep their arrays; the last group always does, since backward begins with it.
     """
     _, T = tokens.shape
     L = config.n_layer
