@@ -1,198 +1,62 @@
-"""Every op: its forward, and below it its derivative. The gradient of the loss by `x` is `dx`.
+"""The ops of a GPT's layers, each with its backward below its forward. The elementary ops are in tensor.py.
 
-An op is one function. It computes with `.data` and hands `record` the result, its parents, and a function from the
-gradient of the result to a gradient for each parent. Where NumPy has stretched a parent, the engine sums what was
-stretched; where a tensor is used twice, it adds. That function runs once, so it may overwrite what forward left it.
+B batch · T time · C channels · V vocabulary · NH heads · HS head size; the gradient of `x` is `dx`
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from engine.autocast import op
-from engine.tensor import Tensor, backpropagate, record, remember, sources
+from engine.graph import backpropagate, sources
+from engine.tensor import Tensor, op, record, record_nodes
 
-GELU_SCALE, GELU_CUBIC = (2 / math.pi) ** 0.5, 0.044715
+GELU_SCALE = (2 / math.pi) ** 0.5
+GELU_CUBIC = 0.044715
 
-
-def constant(value, like: Tensor) -> Tensor:
-    """Tensors as they are; numbers in the type of `like`, so that 2 * x is no wider than x."""
-    return value if isinstance(value, Tensor) else Tensor(np.asarray(value, like.data.dtype))
-
-
-# ---- arithmetic
-
-
-@op("residual")
-def add(a, b):
-    b = constant(b, a)
-    return record(a.data + b.data, (a, b), lambda dy: (dy, dy))
-
-
-@op()
-def mul(a, b):
-    b = constant(b, a)
-    return record(a.data * b.data, (a, b), lambda dy: (dy * b.data, dy * a.data))
-
-
-@op()
-def div(a, b):
-    b = constant(b, a)
-    return record(a.data / b.data, (a, b), lambda dy: (dy / b.data, -dy * a.data / b.data**2))
-
-
-@op()
-def power(x, n: float):
-    return record(x.data**n, (x,), lambda dy: (dy * n * x.data ** (n - 1) if n else np.zeros_like(dy),))
-
-
-@op()
-def exp(x):
-    y = np.exp(x.data)
-    return record(y, (x,), lambda dy: (dy * y,))
-
-
-@op()
-def log(x):
-    return record(np.log(x.data), (x,), lambda dy: (dy / x.data,))
-
-
-@op()
-def tanh(x):
-    y = np.tanh(x.data)
-    return record(y, (x,), lambda dy: (dy * (1 - y * y),))
-
-
-# ---- shapes
-
-
-@op()
-def reshape(x, *shape: int):
-    before = x.shape  # and not x, whose numbers the derivative does not need
-    return record(x.data.reshape(shape), (x,), lambda dy: (dy.reshape(before),))
-
-
-@op()
-def transpose(x, *axes: int):
-    """The axes in the order given; without any, from the last to the first."""
-    back = np.argsort([axis % len(axes) for axis in axes]) if axes else None
-    return record(x.data.transpose(axes or None), (x,), lambda dy: (dy.transpose(back),))
-
-
-@op()
-def take(x, index):
-    """x[index] by whole numbers and slices. Rows by number are `embedding`."""
-    for part in index if isinstance(index, tuple) else (index,):
-        if not isinstance(part, int | np.integer | slice | type(None) | type(Ellipsis)) or isinstance(part, bool):
-            raise TypeError(f"take: an index is a whole number or a slice, not {type(part).__name__}: use embedding")
-
-    shape = x.shape
-
-    def derive(dy):
-        dx = np.zeros(shape, dy.dtype)
-        dx[index] = dy
-        return (dx,)
-
-    return record(x.data[index], (x,), derive)
-
-
-def split(x, parts: int, axis: int = -1) -> list[Tensor]:
-    """Parts of equal size along an axis."""
-    size, rest = divmod(x.shape[axis], parts)
-    if rest:
-        raise ValueError(f"split: shape {x.shape} does not fit: axis {axis} in {parts} equal parts")
-    before = (slice(None),) * (axis % len(x.shape))
-    return [take(x, (*before, slice(start, start + size))) for start in range(0, size * parts, size)]
-
-
-# ---- reductions
-
-
-@op("reduction")
-def sum(x, axis=None, keepdims: bool = False):
-    shape = x.shape
-    y = x.data.sum(axis, keepdims=keepdims)
-    return record(y, (x,), lambda dy: (np.broadcast_to(_unreduced(dy, shape, axis, keepdims), shape),))
-
-
-@op("reduction")
-def mean(x, axis=None, keepdims: bool = False):
-    shape = x.shape
-    y = x.data.mean(axis, keepdims=keepdims)
-    share = y.size / x.data.size
-    return record(y, (x,), lambda dy: (np.broadcast_to(_unreduced(dy * share, shape, axis, keepdims), shape),))
-
-
-@op("reduction")
-def max(x, axis=None, keepdims: bool = False):
-    """Where several are the largest, they share the gradient."""
-    y = x.data.max(axis, keepdims=True)
-
-    def derive(dy):
-        largest = x.data == y
-        return (_unreduced(dy, x.shape, axis, keepdims) * largest / largest.sum(axis, keepdims=True),)
-
-    return record(x.data.max(axis, keepdims=keepdims), (x,), derive)
-
-
-def _unreduced(dy, shape, axis, keepdims):
-    """Puts the axes back, with length 1."""
-    return dy if keepdims else np.expand_dims(dy, tuple(range(len(shape))) if axis is None else axis)
-
-
-# ---- products
-
-
-@op("matmul")
-def matmul(a, b):
-    """The last two axes are matrices, those before them a batch."""
-    b = constant(b, a)
-    if a.data.ndim < 2 or b.data.ndim < 2:
-        raise ValueError("matmul takes matrices, or batches of them")
-    return record(a.data @ b.data, (a, b), lambda dy: (dy @ b.data.swapaxes(-1, -2), a.data.swapaxes(-1, -2) @ dy))
+_generator: ContextVar[np.random.Generator | None] = ContextVar("dropout draws from", default=None)
 
 
 @op("linear")
-def linear(x, weight, bias=None):  # (..., in), (out, in), (out,)
-    """y = x Wᵀ + b"""
-    shape, flat = x.shape, x.data.reshape(-1, x.shape[-1])  # one product for the whole batch
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None):  # (..., in), (out, in), (out,)
+    """y = x Wᵀ + b, of shape (..., out)."""
+    shape = x.shape
+    flat = x.data.reshape(-1, shape[-1])  # one product for the whole batch
     y = flat @ weight.data.T
     if bias is not None:
         y += bias.data
 
-    def derive(dy):
+    def backward(dy):
         dy = dy.reshape(-1, dy.shape[-1])
-        dx, dweight = (dy @ weight.data).reshape(shape), dy.T @ flat
+        dx = (dy @ weight.data).reshape(shape)
+        dweight = dy.T @ flat
         return (dx, dweight) if bias is None else (dx, dweight, dy.sum(0))
 
-    return record(y.reshape(*shape[:-1], -1), (x, weight) if bias is None else (x, weight, bias), derive)
-
-
-# ---- the layers of a GPT
+    return record(y.reshape(*shape[:-1], -1), (x, weight) if bias is None else (x, weight, bias), backward)
 
 
 @op("gelu")
-def gelu(x):
-    """y = x / 2 · (1 + tanh(u)), u = sqrt(2/π) · (x + 0.044715 x³), the approximation of GPT-2"""
-    x_ = x.data
-    tanh = x_ * x_  # in place from here on: these arrays are the largest
-    tanh *= GELU_SCALE * GELU_CUBIC
-    tanh += GELU_SCALE
-    tanh *= x_
-    np.tanh(tanh, out=tanh)
+def gelu(x: Tensor):
+    """y = x / 2 · (1 + tanh(u)), u = sqrt(2/π) · (x + 0.044715 x³); GPT-2's (Hendrycks & Gimpel 2016)."""
+    data = x.data
+    u = data * data  # in place from here on: these arrays are the largest of a step
+    u *= GELU_SCALE * GELU_CUBIC
+    u += GELU_SCALE
+    u *= data
+    tanh = np.tanh(u, out=u)
     y = tanh + 1
-    y *= x_
+    y *= data
     y *= 0.5
 
-    def derive(dy):
-        """dy/dx = (1 + tanh(u)) / 2 + x / 2 · (1 - tanh²(u)) · du/dx, du/dx = sqrt(2/π) · (1 + 3 · 0.044715 x²)"""
-        dx = x_ * x_
+    def backward(dy):
+        """dy/dx = (1 + tanh(u) + x · (1 - tanh²(u)) · du/dx) / 2, du/dx = sqrt(2/π) · (1 + 3 · 0.044715 x²)"""
+        dx = data * data
         dx *= 3 * GELU_SCALE * GELU_CUBIC
         dx += GELU_SCALE  # du/dx
-        dx *= x_
+        dx *= data
         dx *= 1 - tanh * tanh
         dx += tanh
         dx += 1
@@ -200,23 +64,23 @@ def gelu(x):
         dx *= 0.5
         return (dx,)
 
-    return record(y, (x,), derive)
+    return record(y, (x,), backward)
 
 
 @op("softmax")
-def softmax(x):
-    """Over the last axis."""
-    p = _softmax(x.data.copy())
+def softmax(x: Tensor):
+    """p = e^x / Σ e^x, over the last axis."""
+    p = softmax_in_place(x.data.copy())
 
-    def derive(dy):
-        """dx = p · (dy - Σ dy · p)"""
-        return (p * (dy - (dy * p).sum(-1, keepdims=True)),)
+    def backward(dp):
+        """dx = p · (dp - Σ dp · p)"""
+        return (p * (dp - (dp * p).sum(-1, keepdims=True)),)
 
-    return record(p, (x,), derive)
+    return record(p, (x,), backward)
 
 
-def _softmax(x):
-    """In place. e^x cannot overflow once the largest x is 0, and the quotient is the same."""
+def softmax_in_place(x: np.ndarray) -> np.ndarray:
+    """Overwrites x with its softmax. Without its maximum x has the same softmax, and e^x cannot overflow."""
     x -= x.max(-1, keepdims=True)
     np.exp(x, out=x)
     x /= np.einsum("...i->...", x)[..., None]
@@ -224,175 +88,165 @@ def _softmax(x):
 
 
 @op("layer_norm")
-def layer_norm(x, weight, bias, eps: float = 1e-5):  # (..., C), (C,), (C,)
-    """y = weight · x̂ + bias, x̂ = (x - mean) · rstd, rstd = 1 / sqrt(variance + eps)"""
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5):  # (..., C), (C,), (C,)
+    """y = weight · x̂ + bias, x̂ = (x - mean) · rstd, rstd = 1 / sqrt(variance + eps) (Ba et al. 2016)."""
     xhat = x.data - x.data.mean(-1, keepdims=True)
-    rstd = 1 / np.sqrt(_mean_of_products(xhat, xhat) + eps)  # (..., 1)
+    rstd = 1 / np.sqrt(mean_of_products(xhat, xhat) + eps)  # (..., 1)
     xhat *= rstd
 
-    def derive(dy):
-        """x reaches y by itself, through the mean and through rstd: dx = rstd (dx̂ - mean(dx̂) - x̂ · mean(dx̂ · x̂))"""
+    def backward(dy):
+        """dx = rstd · (dx̂ - mean(dx̂) - x̂ · mean(dx̂ · x̂)): x acts directly, through the mean, through rstd."""
         flat = dy.reshape(-1, dy.shape[-1])
-        dweight, dbias = np.einsum("nc,nc->c", flat, xhat.reshape(flat.shape)), flat.sum(0)
+        dweight = np.einsum("nc,nc->c", flat, xhat.reshape(flat.shape))
+        dbias = flat.sum(0)
         dxhat = dy * weight.data
-        by_rstd = xhat * _mean_of_products(dxhat, xhat)
+        through_rstd = xhat * mean_of_products(dxhat, xhat)
         dxhat -= dxhat.mean(-1, keepdims=True)
-        dxhat -= by_rstd
+        dxhat -= through_rstd
         dxhat *= rstd
         return dxhat, dweight, dbias
 
-    return record(xhat * weight.data + bias.data, (x, weight, bias), derive)
+    return record(xhat * weight.data + bias.data, (x, weight, bias), backward)
 
 
-def _mean_of_products(a, b):
+def mean_of_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # (..., C), (..., C) -> (..., 1)
     return np.einsum("...c,...c->...", a, b)[..., None] / a.shape[-1]
 
 
 @op("embedding")
-def embedding(weight, rows):  # (V, C), whole numbers of any shape
-    """y[i] = weight[rows[i]]"""
-    rows = _indices(rows, len(weight.data), "embedding")
+def embedding(weight: Tensor, indices: ArrayLike):  # (V, C), whole numbers (...) -> (..., C)
+    """y[i] = weight[indices[i]]. IndexError for an index below 0 or above V - 1."""
+    indices = checked_indices(indices, len(weight.data), "embedding")
 
-    def derive(dy):
-        """A row gets the sum over all places where it stands. Sorted, they lie side by side: one sum for each."""
-        dweight, order = np.zeros_like(weight.data), np.argsort(rows, axis=None, kind="stable")
-        seen, starts = np.unique(rows.ravel()[order], return_index=True)
-        dweight[seen] = np.add.reduceat(dy.reshape(rows.size, -1)[order], starts)
+    def backward(dy):
+        """A row gets the sum over all places where it was looked up. Sorted, equal indices are neighbours."""
+        order = np.argsort(indices, axis=None, kind="stable")
+        looked_up, starts = np.unique(indices.ravel()[order], return_index=True)
+        dweight = np.zeros_like(weight.data)
+        dweight[looked_up] = np.add.reduceat(dy.reshape(indices.size, -1)[order], starts)
         return (dweight,)
 
-    return record(weight.data[rows], (weight,), derive)
+    return record(weight.data[indices], (weight,), backward)
 
 
 @op("cross_entropy")
-def cross_entropy(logits, targets):  # (..., V), (...)
-    """loss = log Σ e^z - z[target], for each token. With its softmax in one: together their derivative is simple."""
-    targets = _indices(targets, logits.shape[-1], "cross_entropy")[..., None]
+def cross_entropy(logits: Tensor, targets: ArrayLike):  # (..., V), whole numbers (...) -> (...)
+    """loss = log Σ e^z - z[target] of each token, in nats. It contains the softmax, so that dz is p - 1[target]."""
+    targets = checked_indices(targets, logits.shape[-1], "cross_entropy")[..., None]
     z = logits.data - logits.data.max(-1, keepdims=True)
     losses = -np.take_along_axis(z, targets, -1)
     p = np.exp(z, out=z)
-    total = p.sum(-1, keepdims=True)
-    losses += np.log(total)
-    p /= total
+    sum_of_exp = p.sum(-1, keepdims=True)
+    losses += np.log(sum_of_exp)
+    p /= sum_of_exp
 
-    def derive(dy):
-        """dz = (p - 1 at the target) · dloss"""
+    def backward(dloss):
+        """dz = (p - 1[target]) · dloss"""
         np.put_along_axis(p, targets, np.take_along_axis(p, targets, -1) - 1, -1)
-        return (p * dy[..., None],)
+        return (p * dloss[..., None],)
 
-    return record(losses[..., 0], (logits,), derive)
-
-
-def _indices(values, size: int, name: str) -> np.ndarray:
-    values = np.asarray(values)
-    if values.size and (values.min() < 0 or values.max() >= size):
-        raise IndexError(f"{name}: indices from {values.min()} to {values.max()}, but there are {size} rows")
-    return values
+    return record(losses[..., 0], (logits,), backward)
 
 
-_random: ContextVar[np.random.Generator | None] = ContextVar("what dropout draws from", default=None)
-
-
-@contextmanager
-def drawing(random: np.random.Generator | None):
-    """Inside the block dropout draws from this generator."""
-    token = _random.set(random)
-    try:
-        yield
-    finally:
-        _random.reset(token)
-
-
-def generator() -> np.random.Generator | None:
-    return _random.get()
-
-
-@op()
-def dropout(x, rate: float):
-    """y = x · kept / (1 - rate), kept = 1 with probability 1 - rate"""
-    if rate == 0:
-        return x
-    kept = _kept(x.shape, rate)
-    return record(x.data * kept * (1 / (1 - rate)), (x,), lambda dy: (dy * kept * (1 / (1 - rate)),))
-
-
-def _kept(shape, rate):
-    if generator() is None:
-        raise RuntimeError("dropout has nothing to draw from: use it inside `with drawing(generator)`")
-    return generator().random(shape, dtype=np.float32) >= rate
+def checked_indices(indices: ArrayLike, size: int, name: str) -> np.ndarray:
+    """The indices as an array. IndexError, naming the op, unless all are from 0 to size - 1."""
+    indices = np.asarray(indices)
+    if indices.size and (indices.min() < 0 or indices.max() >= size):
+        lowest, highest = indices.min(), indices.max()
+        raise IndexError(f"{name}: indices from {lowest} to {highest}, but there are {size} rows")
+    return indices
 
 
 @op("attention")
-def attention(qkv, rate: float = 0.0):  # (3, B, NH, T, HS): queries, keys, values
-    """o = p v, p = softmax(q kᵀ / sqrt(HS)), for each head; a token sees itself and those before it. (B, NH, T, HS)
+def attention(qkv: Tensor, rate: float = 0.0):  # (3, B, NH, T, HS): queries, keys, values -> (B, NH, T, HS)
+    """o = p v, p = softmax(q kᵀ / sqrt(HS)), for each head. A token sees itself and the tokens before it.
 
-    Dropout, at this rate, is of p.
+    `rate` is the share of p's entries that dropout sets to 0. Source: Vaswani et al. 2017, equation 1.
     """
     q, k, v = qkv.data
     B, NH, T, HS = q.shape
     scale = HS**-0.5
     p = (q * scale) @ k.swapaxes(-1, -2)  # (B, NH, T, T)
     p += np.triu(np.full((T, T), -np.inf, p.dtype), 1)  # the future: e^-inf is 0
-    _softmax(p)
-    factor = _kept(p.shape, rate) * p.dtype.type(1 / (1 - rate)) if rate else None
-    o = np.empty((B, T, NH, HS), p.dtype).swapaxes(1, 2)  # so that the heads lie side by side without a copy
-    np.matmul(p * factor if rate else p, v, out=o)
+    softmax_in_place(p)
+    mask = draw_kept(p.shape, rate) * p.dtype.type(1 / (1 - rate)) if rate else None
+    o = np.empty((B, T, NH, HS), p.dtype).swapaxes(1, 2)  # in memory (B, T, NH, HS): to join heads needs no copy
+    np.matmul(p if mask is None else p * mask, v, out=o)
 
-    def derive(do):
+    def backward(do):
         """dv = pᵀ do, dp = do vᵀ, ds = p · (dp - Σ dp · p), dq = ds k / sqrt(HS), dk = dsᵀ q / sqrt(HS)"""
-        dqkv = np.empty_like(qkv.data)  # with the memory in the order of qkv's
+        dqkv = np.empty_like(qkv.data)  # also in qkv's order of memory
         dq, dk, dv = dqkv
-        np.matmul((p * factor if rate else p).swapaxes(-1, -2), do, out=dv)
-        ds = do @ v.swapaxes(-1, -2)  # as yet dp
-        if rate:
-            ds *= factor
-        ds -= np.einsum("...s,...s->...", ds, p)[..., None]
+        np.matmul((p if mask is None else p * mask).swapaxes(-1, -2), do, out=dv)
+        dp = do @ v.swapaxes(-1, -2)
+        if mask is not None:
+            dp *= mask
+        ds = dp  # in place: (B, NH, T, T) is large
+        ds -= np.einsum("...s,...s->...", dp, p)[..., None]
         ds *= p
         ds *= scale
         np.matmul(ds, k, out=dq)
         np.matmul(ds.swapaxes(-1, -2), q, out=dk)
         return (dqkv,)
 
-    return record(o, (qkv,), derive)
+    return record(o, (qkv,), backward)
 
 
-# ---- several graphs
+# ---- dropout, and the generator that it draws from
 
 
-def total(parts: list[Tensor], run: Callable[[Callable, list], Iterable] = map) -> Tensor:
-    """The sum of losses whose graphs have only leaves in common, so that `run` may go back through them in threads."""
-    leaves, nodes = sources(parts), [part.node for part in parts]
-
-    def derive(dy):
-        found = list(run(lambda node: backpropagate(node, dy), nodes))
-        return [_sum_in_order([gradients[leaf] for gradients in found if leaf in gradients]) for leaf in leaves]
-
-    return remember(np.sum([part.data for part in parts], axis=0, dtype=parts[0].data.dtype), leaves, derive)
+@op()
+def dropout(x: Tensor, rate: float):
+    """y = x · kept / (1 - rate), kept = 1 with probability 1 - rate (Srivastava et al. 2014)."""
+    if rate == 0:
+        return x
+    kept = draw_kept(x.shape, rate)
+    return record(x.data * kept * (1 / (1 - rate)), (x,), lambda dy: (dy * kept * (1 / (1 - rate)),))
 
 
-def _sum_in_order(arrays):
+def draw_kept(shape: tuple[int, ...], rate: float) -> np.ndarray:
+    """A bool array: True with probability 1 - rate. RuntimeError outside a block of `drawing`."""
+    generator = current_generator()
+    if generator is None:
+        raise RuntimeError("dropout has nothing to draw from: use it inside `with drawing(generator)`")
+    return generator.random(shape, dtype=np.float32) >= rate
+
+
+@contextmanager
+def drawing(generator: np.random.Generator | None):
+    """Inside the block dropout draws from this generator. After the block the former one returns."""
+    token = _generator.set(generator)
+    try:
+        yield
+    finally:
+        _generator.reset(token)
+
+
+def current_generator() -> np.random.Generator | None:
+    return _generator.get()
+
+
+# ---- the loss of a batch whose rows were computed in several threads
+
+
+def sum_losses(losses: Sequence[Tensor], map_in_threads: Callable[..., Iterable] = map) -> Tensor:
+    """The sum of losses whose graphs share only leaves. Backward visits the graphs by `map_in_threads`.
+
+    The gradients of a leaf are added in the order of the losses, so the number of threads changes no bit.
+    """
+    nodes = [loss.node for loss in losses if loss.node is not None]
+    leaves = sources(nodes)
+
+    def backward(dy):
+        gradients = list(map_in_threads(lambda node: backpropagate(node, dy), nodes))  # one dict a loss
+        return [add_in_order([of_loss[leaf] for of_loss in gradients if leaf in of_loss]) for leaf in leaves]
+
+    loss = np.sum([loss.data for loss in losses], axis=0, dtype=losses[0].data.dtype)
+    return record_nodes(loss, leaves, backward)
+
+
+def add_in_order(arrays: Sequence[np.ndarray]) -> np.ndarray:
     first, *others = arrays
     for array in others:
         first = first + array
     return first
-
-
-# ---- what Tensor gets from here: operators and methods
-
-for name, function in {
-    "__add__": add,
-    "__radd__": add,
-    "__sub__": lambda a, b: a + (-b),
-    "__rsub__": lambda a, b: -a + b,
-    "__neg__": lambda a: a * -1,
-    "__mul__": mul,
-    "__rmul__": mul,
-    "__truediv__": div,
-    "__rtruediv__": lambda a, b: div(constant(b, a), a),
-    "__pow__": power,
-    "__matmul__": matmul,
-    "__rmatmul__": lambda a, b: matmul(constant(b, a), a),
-    "__getitem__": take,
-}.items():
-    setattr(Tensor, name, function)
-for function in (exp, log, tanh, reshape, transpose, sum, mean, max):
-    setattr(Tensor, function.__name__, function)

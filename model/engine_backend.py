@@ -7,8 +7,8 @@ import numpy as np
 
 from amp import policy
 from engine.autocast import Weight, autocast
-from engine.ops import drawing, linear, total
-from engine.tensor import no_grad
+from engine.graph import no_grad
+from engine.ops import drawing, linear, sum_losses
 from model import numpy_backend, numpy_threads
 from model.backends import Backend, Hardware, Kernel, trained
 from model.config import TIED, GPTConfig, initial_weights, is_operand
@@ -36,7 +36,7 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
                 losses = forward(weights, x[part], y[part], config, int(settings.recompute))
                 return losses.sum() / len(x)
 
-        return total(numpy_threads.run(forward_shard, range(len(rows)), rows), numpy_threads.run)
+        return sum_losses(numpy_threads.run(forward_shard, range(len(rows)), rows), numpy_threads.run)
 
     def evaluate(x, y):
         def evaluate_shard(part):

@@ -1,4 +1,4 @@
-"""The table of precisions on the engine's ops, and how blocks of autocast nest."""
+"""The engine's ops obey the table of precisions; autocast blocks nest; weights have a 16-bit shadow."""
 
 import numpy as np
 import pytest
@@ -9,15 +9,16 @@ from engine import ops
 from engine.autocast import Weight, autocast
 from engine.tensor import Tensor
 from optim.adamw import AdamW
+from tests.test_engine_ops import CASES, by_engine, draw
 
 LOW = ("bf16", "fp16")
 
 
-def draw(*shape: int, seed: int = 0) -> np.ndarray:
+def standard_normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def test_blocks_nest_and_restore_the_state_also_after_an_exception():
+def test_blocks_nest_and_restore_the_former_dtype_also_after_an_exception():
     seen = [policy.compute_dtype()]
     with autocast("bf16"):
         seen.append(policy.compute_dtype())
@@ -34,54 +35,48 @@ def test_blocks_nest_and_restore_the_state_also_after_an_exception():
         pass
 
 
-# op -> (function, shapes of its inputs, its row of the table)
-OPS = {
-    "linear": (ops.linear, [(2, 3, 5), (4, 5), (4,)], "linear"),
-    "matmul": (ops.matmul, [(3, 5), (5, 4)], "matmul"),
-    "attention": (ops.attention, [(3, 2, 2, 5, 4)], "attention"),
-    "softmax": (ops.softmax, [(3, 5)], "softmax"),
-    "layer_norm": (ops.layer_norm, [(3, 5), (5,), (5,)], "layer_norm"),
-    "gelu": (ops.gelu, [(3, 5)], "gelu"),
-    "cross_entropy": (lambda z: ops.cross_entropy(z, [0, 2, 4]), [(3, 5)], "cross_entropy"),
-    "sum": (lambda x: x.sum(0), [(3, 5)], "reduction"),
-    "mean": (lambda x: x.mean(0), [(3, 5)], "reduction"),
-    "max": (lambda x: x.max(0), [(3, 5)], "reduction"),
-    "add": (ops.add, [(3, 5), (3, 5)], "residual"),
-    "embedding": (lambda w: ops.embedding(w, [0, 0, 2]), [(3, 5)], "embedding"),
+RULES = {  # a case of test_engine_ops.py -> its row of the table
+    "linear": "linear",
+    "matmul": "matmul",
+    "attention": "attention",
+    "softmax": "softmax",
+    "layer_norm": "layer_norm",
+    "gelu": "gelu",
+    "cross_entropy": "cross_entropy",
+    "sum an axis": "reduction",
+    "mean two axes": "reduction",
+    "max an axis": "reduction",
+    "add": "residual",
+    "embedding": "embedding",
 }
 
 
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", OPS)
-def test_each_op_obeys_its_row_of_the_table(name, low):
-    """A result in fp32 has bits that the low dtype has not; operands are rounded if rounding them changes nothing."""
-    function, shapes, row = OPS[name]
-    rule = policy.TABLE[row]
-
-    def run(inputs):
-        tensors = [Tensor(array, requires_grad=True) for array in inputs]
-        with autocast(low):
-            y = function(*tensors)
-        y.backward(draw(*y.shape, seed=9))
-        return y.data, [tensor.grad for tensor in tensors]
+@pytest.mark.parametrize("case", RULES)
+def test_each_op_obeys_its_row_of_the_table(case, low):
+    """An fp32 result has bits that the low dtype lacks. If rounding operands changes nothing, the op rounds."""
+    function, _, *shapes = CASES[case]
+    rule = policy.TABLE[RULES[case]]
 
     def is_low(array):
         return bool((round_to(array, low) == array).all())
 
-    inputs = [draw(*shape, seed=n) for n, shape in enumerate(shapes)]
-    y, gradients = run(inputs)
-    y_of_rounded, _ = run([round_to(array, low) for array in inputs])
-    moves = not np.array_equal(y, y_of_rounded)
-    assert moves == (rule.operands == "fp32"), "operands"
-    assert is_low(y) == (rule.result == policy.LOW), "result"
-    for number, gradient in enumerate(gradients):
+    inputs = draw(shapes, np.float32)
+    dy = standard_normal(*function(*map(Tensor, inputs)).shape, seed=9)
+    found = by_engine(function, inputs, dy, low)
+    of_rounded = by_engine(function, [round_to(array, low) for array in inputs], dy, low)
+    changes = not np.array_equal(found["value"], of_rounded["value"])
+    assert changes == (rule.operands == "fp32"), "operands"
+    assert is_low(found.pop("value")) == (rule.result == policy.LOW), "result"
+    for name, gradient in found.items():
         assert gradient.dtype == np.float32
-        assert is_low(gradient) == (rule.grad_input == policy.LOW), f"gradient of input {number}"
+        assert is_low(gradient) == (rule.grad_input == policy.LOW), name
 
 
 @pytest.mark.parametrize("low", LOW)
-def test_a_linear_op_is_a_product_of_rounded_operands_in_fp32_and_so_are_its_gradients(low):
-    x, w, b, dy = draw(6, 5), draw(4, 5, seed=1), draw(4, seed=2), draw(6, 4, seed=3)
+def test_linear_and_its_gradients_are_rounded_fp32_products_of_rounded_operands(low):
+    shapes = [(6, 5), (4, 5), (4,), (6, 4)]
+    x, w, b, dy = (standard_normal(*shape, seed=seed) for seed, shape in enumerate(shapes))
     tensors = [Tensor(array, requires_grad=True) for array in (x, w, b)]
     with autocast(low):
         y = ops.linear(*tensors)
@@ -92,14 +87,21 @@ def test_a_linear_op_is_a_product_of_rounded_operands_in_fp32_and_so_are_its_gra
         np.testing.assert_array_equal(tensor.grad, round_to(expected, low))
 
 
-def test_backward_outside_the_block_keeps_the_forward_s_precision():
-    """And rounded gradients add up in fp32."""
-    x, w = Tensor(draw(6, 5)), Tensor(draw(4, 5, seed=1), requires_grad=True)
+@pytest.mark.parametrize("low", LOW)
+def test_matmul_rounds_an_array_like_a_tensor(low):
+    x, array = Tensor(standard_normal(20, 20)), standard_normal(20, 20, seed=1)
+    with autocast(low):
+        np.testing.assert_array_equal((x @ array).data, (x @ Tensor(array)).data)
+        np.testing.assert_array_equal((array @ x).data, (Tensor(array) @ x).data)
+
+
+def test_backward_outside_the_block_rounds_as_inside_and_gradients_add_up_in_fp32():
+    x, w = Tensor(standard_normal(6, 5)), Tensor(standard_normal(4, 5, seed=1), requires_grad=True)
     parts = []
     for seed in (2, 3):
         with autocast("bf16"):
             y = ops.linear(x, w)
-        y.backward(draw(6, 4, seed=seed))
+        y.backward(standard_normal(6, 4, seed=seed))
         parts.append(w.grad.copy())
     second = parts[1] - parts[0]
     assert (round_to(parts[0], "bf16") == parts[0]).all()
@@ -108,15 +110,15 @@ def test_backward_outside_the_block_keeps_the_forward_s_precision():
 
 
 @pytest.mark.parametrize("low", LOW)
-def test_a_weight_has_an_fp32_master_and_a_shadow_that_products_use(low):
-    master = draw(4, 5)
+def test_products_use_a_weight_s_16_bit_shadow_and_the_optimizer_its_fp32_master(low):
+    master = standard_normal(4, 5)
     weight, x = Weight(master.copy(), low), Tensor(np.eye(5, dtype=np.float32))
     optimizer = AdamW([{"params": [weight], "param_names": ["w"], "weight_decay": 0.0}], 1e-2, (0.9, 0.99))
     for _ in range(2):
         with autocast(low):
             y = ops.linear(x, weight)
         np.testing.assert_array_equal(y.data, round_to(weight.data, low).T)
-        np.testing.assert_array_equal(ops.linear(x, weight).data, weight.data.T)  # outside, the master
+        np.testing.assert_array_equal(ops.linear(x, weight).data, weight.data.T)  # outside of autocast: the master
         y.backward(np.ones_like(y.data))
         optimizer.step()
         optimizer.zero_grad()
@@ -126,7 +128,7 @@ def test_a_weight_has_an_fp32_master_and_a_shadow_that_products_use(low):
     np.testing.assert_allclose(weight.data, master - 0.02, rtol=1e-4, atol=1e-4)
 
 
-def test_fp64_is_left_alone():
-    x, w = draw(3, 5).astype(np.float64), draw(2, 5, seed=1).astype(np.float64)
+def test_fp64_is_not_rounded():
+    x, w = standard_normal(3, 5).astype(np.float64), standard_normal(2, 5, seed=1).astype(np.float64)
     with autocast("bf16"):
         np.testing.assert_array_equal(ops.linear(Tensor(x), Tensor(w)).data, x @ w.T)
