@@ -1,8 +1,12 @@
-# make train    train with defaults in an environment of its own
-# make test     the tests, without the slow ones
-# make bench    our bf16 kernel against the libraries
-# make lesson   the lesson as an HTML page
-# make test-slow, lint, format, cuda-check, gpu-check, clean
+# make train        trains with the defaults, in an environment of its own (.venv)
+# make test         the tests, without the slow ones; make test-slow runs those
+# make bench        our bf16 kernel against the libraries
+# make lesson       the lesson as an HTML page
+# make lint         ruff, ruff format, clang-format, pyright; actionlint where it is installed
+# make format       ruff's fixes, ruff format, clang-format
+# make cuda-check   compiles the CUDA extension with nvcc; needs no GPU
+# make gpu-check    tests, benchmarks and a short run on a CUDA machine
+# make clean        removes the environments
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -44,6 +48,8 @@ lint: $(VENV)/dev.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+	$(RUN) -m pyright
+	@if command -v actionlint; then actionlint; else echo "no actionlint here: .github/ is not checked"; fi
 
 format: $(VENV)/dev.stamp
 	$(RUN) -m ruff check --fix .
@@ -55,11 +61,11 @@ $(CUDA_VENV)/run.stamp: requirements.txt
 	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt 'torch>=2.14'
 	touch $@
 
-# Compiles the CUDA extension with nvcc, against a CUDA build of PyTorch; needs no GPU.
+# Compiles the CUDA extension with nvcc, against a CUDA build of PyTorch in an environment of its own.
 cuda-check: $(CUDA_VENV)/run.stamp
 	$(CUDA_VENV)/bin/python -m pytest -m cuda_build tests/test_cuda_build.py
 
-# On any CUDA machine, with the python3 it has.
+# With the python3 that the machine has.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check
 

@@ -85,7 +85,7 @@ def load(s: SampleSettings) -> tuple[backends.Backend, object, GPTConfig]:
     folder = folder or find(s.checkpoint, pointers=("best.json", "latest.json"))
     weights, sizes, description = checkpoint.load_model(folder)
     config = GPTConfig(**sizes)
-    tokenizer = tokenizers.load(description or {"kind": "gpt2"})
+    tokenizer = tokenizers.load_tokenizer(description or {"kind": "gpt2"})
     ours = (folder / "manifest.json").is_file()
     if ours and checkpoint.read_manifest(folder)["tokenizer_fingerprint"] != tokenizers.fingerprint(tokenizer):
         raise BadInput(f"{folder}: its minigpt_tokenizer.json is not the one that the model was trained with")

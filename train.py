@@ -118,9 +118,9 @@ def begin(request: Request) -> Iterator[Run]:
     corpus = load_corpus(settings.corpus, fall_back=not manifest)
     if manifest:
         resume.check(settings, manifest, corpus, resume_from)
-        tokenizer = tokenizers.load(description)
+        tokenizer = tokenizers.load_tokenizer(description)
     else:
-        tokenizer = tokenizers.train(settings.tokenizer, corpus.text, settings.vocab_size)
+        tokenizer = tokenizers.train_tokenizer(settings.tokenizer, corpus.text, settings.vocab_size)
     batches = Batches(tokenizer.encode(corpus.text), settings.block_size, settings.batch_size, settings.seed)
     sizes = {name: getattr(settings, name) for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout")}
     config = GPTConfig(vocab_size=tokenizer.vocab_size, **sizes)

@@ -1,21 +1,17 @@
-"""Where this project keeps what it can make or fetch again: the download, the built kernels."""
+"""The folder for files that this project can make or fetch again: the downloaded text, the built kernels."""
 
-import os
-import sys
 import tempfile
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 
 def cache_folder() -> Path:
-    """The user's cache folder for this project, by the platform's custom; a temporary one for a user without a home."""
+    """Returns this project's cache folder, which may not exist yet. On Linux it is ~/.cache/minigpt.
+
+    platformdirs knows each platform's custom. A user without a home folder gets a temporary folder.
+    """
     try:
-        home = Path.home()
-    except RuntimeError:
-        home = Path(tempfile.gettempdir())
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    return Path(base) / "minigpt"
+        return user_cache_path("minigpt", appauthor=False, opinion=False).expanduser()
+    except RuntimeError:  # no home: newer versions of platformdirs raise it, older ones leave "~" to expanduser
+        return Path(tempfile.gettempdir(), "minigpt")

@@ -1,6 +1,7 @@
 """How a script ends: what the user can fix is one line and exit status 2."""
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def run_script(
         if getattr(sys, stream) is None:  # closed by who started this
             setattr(sys, stream, open(os.devnull, mode))  # noqa: SIM115, for as long as the process lives
     for stream in (sys.stdout, sys.stderr):  # a terminal that knows no "±" is no reason to lose a run
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         script()

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.report import RESULTS, ROOT, Row, finish, keep_picture
 from data.batches import Batches, mean_loss
 from data.corpus import load_corpus
-from data.tokenizers import train as train_tokenizer
+from data.tokenizers import train_tokenizer
 from model import backends
 from model.config import GPTConfig, initial_weights
 from optim.schedule import learning_rate

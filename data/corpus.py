@@ -1,17 +1,13 @@
 """Where the text comes from: Tiny Shakespeare, this Python's own library, or any text file.
 
-Tiny Shakespeare is looked for in $MINIGPT_DATA, then in the user's cache, then downloaded once. Every copy is checked
-by its hash. Without a network the run goes on with text that is on every machine: Python's own standard library.
+Tiny Shakespeare is looked for in the folder $MINIGPT_DATA, then in the user's cache; then it is downloaded once. Every
+copy is checked by its hash. A run without a network trains on text that every machine has: Python's standard library.
 """
 
 import hashlib
-import http.client
 import os
 import sysconfig
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +19,10 @@ from base.errors import BadInput
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 FILE = "tinyshakespeare.txt"
-NAMES = ("tinyshakespeare", "stdlib")  # corpora that are no path
+NAMES = ("tinyshakespeare", "stdlib")  # the corpora that are no path of a file
 TIMEOUT_SECONDS = 10
 
-# About 1 MB, all of it in Python 3.10 to 3.14; a stripped installation may lack some.
+# About 1 MB. Python 3.10 to 3.14 have all of these modules; a stripped installation may lack some.
 STDLIB_MODULES = [
     "argparse", "calendar", "cmd", "codecs", "configparser", "copy", "csv", "dataclasses", "difflib", "fileinput",
     "fractions", "functools", "heapq", "inspect", "ipaddress", "optparse", "pprint", "random", "shlex", "shutil",
@@ -35,13 +31,15 @@ STDLIB_MODULES = [
 
 
 class NoDownload(OSError):
-    """Both tries failed."""
+    """Raised where both tries of the download failed."""
 
 
 class Corpus(NamedTuple):
+    """A text with its name. `notes` are lines for the user: what was downloaded, or what was used instead."""
+
     name: str
     text: str
-    notes: tuple[str, ...] = ()  # lines for the user: what was fetched, what was used instead
+    notes: tuple[str, ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -49,9 +47,10 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(name: str, fall_back: bool = True) -> Corpus:
-    """`name`: "tinyshakespeare", "stdlib", or the path of a UTF-8 text file. BadInput says what is wrong with it.
+    """Returns the corpus "tinyshakespeare", the corpus "stdlib", or the UTF-8 text file at the path `name`.
 
-    fall_back: where Tiny Shakespeare cannot be had, take the standard library; a run that goes on cannot.
+    fall_back: take the standard library where Tiny Shakespeare cannot be had. A run that goes on cannot do that.
+    BadInput says what is wrong with the text.
     """
     if name == "stdlib":
         return Corpus(name, _standard_library())
@@ -60,7 +59,7 @@ def load_corpus(name: str, fall_back: bool = True) -> Corpus:
     try:
         raw, notes = _tiny_shakespeare()
     except OSError as error:
-        why = f"no Tiny Shakespeare ({getattr(error, 'reason', error)})"
+        why = f"no Tiny Shakespeare ({error.strerror or error})"
         to_have_it = f"put {FILE} into a folder and set MINIGPT_DATA to that folder"
         if not fall_back:
             raise BadInput(f"{why}, and the run was trained on it: try again with a network, or {to_have_it}") from None
@@ -70,7 +69,7 @@ def load_corpus(name: str, fall_back: bool = True) -> Corpus:
 
 
 def decode(raw: bytes, where: str) -> str:
-    """UTF-8 whatever the locale, byte-order mark dropped, CRLF and CR to LF."""
+    """Returns the text of UTF-8 bytes, whatever the locale: no byte-order mark, and LF for CRLF and CR."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -84,6 +83,7 @@ def decode(raw: bytes, where: str) -> str:
 
 
 def read_text(path: Path) -> str:
+    """Returns the text of a UTF-8 file."""
     return decode(_read(path), str(path))
 
 
@@ -95,57 +95,68 @@ def _read(path: Path) -> bytes:
 
 
 def _tiny_shakespeare() -> tuple[bytes, tuple[str, ...]]:
-    """Bytes and notes. OSError where it has to be downloaded and cannot be."""
-    folder = os.environ.get("MINIGPT_DATA")
-    if folder:
-        path = Path(folder) / FILE
-        if not path.is_file():
-            raise BadInput(f"MINIGPT_DATA={folder}: no {FILE} in that folder: put it there or unset MINIGPT_DATA")
-        raw = _read(path)
-        if reason := _not_the_file(raw):
-            raise BadInput(f"{path}: {reason}")
-        return raw, ()
+    """Returns the file's bytes, and notes for the user. OSError where the file can neither be found nor downloaded."""
+    if folder := os.environ.get("MINIGPT_DATA"):
+        return _from_folder(folder), ()
     cached = cache_folder() / FILE
-    fresh = None
     try:
-        if cached.is_file() and not _not_the_file(raw := cached.read_bytes()):
+        if (raw := _from_cache(cached)) is not None:
             return raw, ()
         cached.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(cached.with_suffix(".lock"), timeout=4 * TIMEOUT_SECONDS):  # two processes: one download
-            if cached.is_file() and not _not_the_file(raw := cached.read_bytes()):
+            if (raw := _from_cache(cached)) is not None:
                 return raw, ()
-            with tempfile.NamedTemporaryFile(dir=cached.parent, prefix=FILE, delete=False) as file:
-                temporary = Path(file.name)
-            try:
-                fresh = _download()
-                temporary.write_bytes(fresh)
-                temporary.replace(cached)
-            finally:
-                temporary.unlink(missing_ok=True)
-            return fresh, (f"downloaded Tiny Shakespeare to {cached}",)
+            return _download(cached.parent), (f"downloaded Tiny Shakespeare to {cached}",)
     except NoDownload:
         raise
-    except (OSError, NotImplementedError):  # of the cache: read-only, full, no folder, locked for long
-        return fresh or _download(), (f"downloaded Tiny Shakespeare; it could not be kept in {cached.parent}",)
+    except (OSError, NotImplementedError):
+        pass  # a cache that is read-only, full, no folder or locked for long: the run does without
+    with tempfile.TemporaryDirectory() as temporary:
+        return _download(Path(temporary)), (f"downloaded Tiny Shakespeare; it could not be kept in {cached.parent}",)
 
 
-def _download() -> bytes:
-    """The checked bytes, in two tries. OSError, with the reason, when both fail."""
-    for last_try in (False, True):
-        try:
-            with urllib.request.urlopen(URL, timeout=TIMEOUT_SECONDS) as response:
-                raw = response.read()
-            if reason := _not_the_file(raw):
-                raise OSError(reason)
-            return raw
-        except (OSError, http.client.HTTPException) as error:  # IncompleteRead is no OSError
-            if last_try:
-                raise NoDownload(str(getattr(error, "reason", error))) from None
-            time.sleep(0.5)
+def _from_folder(folder: str) -> bytes:
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise BadInput(f"MINIGPT_DATA={folder}: no {FILE} in that folder: put it there or unset MINIGPT_DATA")
+    raw = _read(path)
+    if reason := _not_the_file(raw):
+        raise BadInput(f"{path}: {reason}")
+    return raw
+
+
+def _from_cache(cached: Path) -> bytes | None:
+    raw = cached.read_bytes() if cached.is_file() else b""
+    return None if _not_the_file(raw) else raw
+
+
+def _download(folder: Path) -> bytes:
+    """Downloads the file into a folder and returns its bytes. NoDownload, with the reason, where two tries fail.
+
+    pooch writes a temporary file and renames it where the hash is right: nobody sees half a file under its name.
+    """
+    import pooch  # both on demand: they take half a second to import, and a download happens once
+    import requests
+
+    def fetch(url: str, file: str, _: pooch.Pooch) -> None:
+        pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS)(url, file, None)
+        if reason := _not_the_file(Path(file).read_bytes()):  # says more than pooch's word on the hash
+            raise ValueError(reason)
+
+    pooch.get_logger().setLevel("ERROR")  # the user gets one note, not pooch's lines
+    registry = {FILE: f"sha256:{SHA256}"}
+    library = pooch.create(folder, base_url="", registry=registry, urls={FILE: URL}, retry_if_failed=1)
+    try:
+        return Path(library.fetch(FILE, downloader=fetch)).read_bytes()  # pyright: ignore[reportArgumentType]
+    except (requests.RequestException, ValueError) as error:
+        cause: BaseException = error
+        while cause.__context__:  # from requests' long account down to "Name or service not known"
+            cause = cause.__context__
+        raise NoDownload(getattr(cause, "strerror", None) or str(cause)) from None
 
 
 def _not_the_file(raw: bytes) -> str | None:
-    """Why these bytes are not Tiny Shakespeare, or None if they are."""
+    """Returns why these bytes are not Tiny Shakespeare, or None if they are."""
     if hashlib.sha256(raw).hexdigest() == SHA256:
         return None
     if raw.lstrip()[:15].lower().startswith((b"<!doctype", b"<html")):
@@ -154,9 +165,10 @@ def _not_the_file(raw: bytes) -> str | None:
 
 
 def _standard_library() -> str:
+    """Returns the sources of STDLIB_MODULES as one text, with what is not ASCII left out."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [folder / f"{module}.py" for module in STDLIB_MODULES]
-    texts = [file.read_bytes() for file in files if file.is_file()]
-    if not texts:
+    sources = [file.read_bytes() for file in files if file.is_file()]
+    if not sources:
         raise BadInput(f"--corpus stdlib: no Python sources in {folder}: use a text file")
-    return decode(b"\n".join(texts).decode("ascii", "ignore").encode(), "stdlib")
+    return decode(b"\n".join(sources).decode("ascii", "ignore").encode(), "stdlib")

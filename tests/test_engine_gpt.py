@@ -11,7 +11,7 @@ import pytest
 from amp.scaler import DynamicLossScaler
 from data.batches import Batches
 from data.corpus import load_corpus
-from data.tokenizers import train as train_tokenizer
+from data.tokenizers import train_tokenizer
 from model import engine_backend, numpy_threads
 from model.config import GPTConfig
 from settings import Settings

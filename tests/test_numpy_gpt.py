@@ -20,7 +20,7 @@ from amp.scaler import DynamicLossScaler
 from base.errors import BadInput
 from data.batches import Batches
 from data.corpus import load_corpus
-from data.tokenizers import train as train_tokenizer
+from data.tokenizers import train_tokenizer
 from model import backends, numpy_backend, numpy_gpt
 from model.config import HEAD, TIED, GPTConfig, initial_weights, is_operand, parameters
 from model.minigpt import MiniGPT
