@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import data.corpus
 from amp.formats import FORMATS
+from base.cache import cache_folder
 from base.errors import BadInput
 from base.flags import flag, name_of, read_flags
 from data import tokenizers
@@ -118,7 +119,10 @@ NOT_SAVED = ("device", "out", "resume", "overwrite", "verify_resume", "compile",
 FIXED = ("n_layer", "n_head", "n_embd", "block_size", "tokenizer", "vocab_size")
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
 BPE_VOCAB_SIZE = 4096
-ADOPTED = Path(__file__).parent / "benchmarks" / "results" / "config.json"  # benchmark.py precision writes it
+ADOPTED = (  # benchmark.py precision writes them: this user's own measurement goes before the committed one
+    cache_folder() / "benchmarks" / "config.json",
+    Path(__file__).parent / "benchmarks" / "results" / "config.json",
+)
 LARGEST = 2**20  # of a size; beyond it a typing error is likelier than a model
 
 
@@ -146,14 +150,15 @@ def _saved_settings(folder: Path) -> dict:
 
 def adopted_dtype() -> str:
     """The precision that benchmark.py precision adopted. BadInput where that cannot be read."""
+    path = next((path for path in ADOPTED if path.exists()), ADOPTED[0])
     try:
-        dtype = json.loads(ADOPTED.read_text(encoding="utf-8"))["precision"]
+        dtype = json.loads(path.read_text(encoding="utf-8"))["precision"]
         if dtype not in FORMATS:
             raise ValueError(dtype)
     except OSError as error:
-        fault = f"{ADOPTED} cannot be read ({error.strerror})"
+        fault = f"{path} cannot be read ({error.strerror})"
     except (ValueError, TypeError, KeyError):
-        fault = f"{ADOPTED} names no precision"
+        fault = f"{path} names no precision"
     else:
         return dtype
     raise BadInput(f"--dtype adopted: {fault}: run benchmark.py precision first")
@@ -191,7 +196,7 @@ def read(argv: list[str] | None) -> Request:
             refused = backends.refused(name, flags)
             hardware = backends.module(name).hardware(*chosen)
             if adopted:
-                hardware = hardware._replace(how=f"{hardware.how} (adopted by measurement: {ADOPTED.name})")
+                hardware = hardware._replace(how=f"{hardware.how} (adopted by measurement: {ADOPTED[0].name})")
         except BadInput as error:
             faults.append(str(error))
     if asked.get("preset", "auto") == "auto":
