@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from amp.formats import FORMATS
+from base.cache import cache_folder
 from base.errors import BadInput
 from base.flags import name_of, out_of_bounds, read_flags, type_of
 from data.corpus import NAMES
@@ -22,7 +23,11 @@ from run.folder import find_intact, holds_run, intact_after
 from settings import PRESETS, Settings, flags_with, saved_flags
 
 BPE_VOCAB_SIZE = 4096
-ADOPTED = Path(__file__).parent / "benchmarks" / "results" / "config.json"  # benchmark.py precision writes it
+# benchmark.py precision writes these files. The user's own measurement goes before the committed one.
+ADOPTED = (
+    cache_folder() / "benchmarks" / "config.json",
+    Path(__file__).parent / "benchmarks" / "results" / "config.json",
+)
 
 
 class Request(NamedTuple):
@@ -163,16 +168,17 @@ def adopt(dtype: str) -> tuple[str, str]:
     """The precision that "adopted" means, which benchmark.py precision has measured, and words for the header."""
     if dtype != "adopted":
         return dtype, ""
+    path = next((path for path in ADOPTED if path.exists()), ADOPTED[0])
     try:
-        dtype = json.loads(ADOPTED.read_text(encoding="utf-8"))["precision"]
+        dtype = json.loads(path.read_text(encoding="utf-8"))["precision"]
         if dtype not in FORMATS:
             raise ValueError(dtype)
     except OSError as error:
-        fault = f"{ADOPTED} cannot be read ({error.strerror})"
+        fault = f"{path} cannot be read ({error.strerror})"
     except (ValueError, TypeError, KeyError):
-        fault = f"{ADOPTED} names no precision"
+        fault = f"{path} names no precision"
     else:
-        return dtype, f" (adopted by measurement: {ADOPTED.name})"
+        return dtype, f" (adopted by measurement: {path.name})"
     raise BadInput(f"--dtype adopted: {fault}: run benchmark.py precision first")
 
 

@@ -20,9 +20,12 @@ from base.flags import flag
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
 LARGEST = 2**20  # of a size; beyond it a typing error is likelier than a model
 
-# The settings in which a preset differs from the defaults below, which are those of "cpu". Flags go before a preset.
+# Sizes and recipes; flags on the command line go before these. "cpu" repeats the defaults of the flags below.
 PRESETS: dict[str, dict] = {
-    "cpu": {},
+    "cpu": dict(
+        n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0,
+        lr=4e-3, warmup=100, steps=2000, weight_decay=0.1, beta2=0.99, eval_every=250,
+    ),
     "gpu": dict(
         n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=32, dropout=0.1,
         lr=1e-3, warmup=100, steps=2000, weight_decay=0.1, beta2=0.99, eval_every=250,

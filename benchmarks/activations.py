@@ -1,7 +1,8 @@
 """What a forward pass keeps for the backward pass, counted tensor by tensor and without computing anything.
 
-Fake tensors have shapes and storages but no content, so that GPT-2's gigabytes are counted in a second on any laptop,
-16-bit autocast included. They are fake CPU tensors; model.config.memory() has the formula, for GPUs too.
+Fake tensors have shapes and storages but no content, so that GPT-2's gigabytes are counted in a second on any
+laptop, 16-bit autocast included. They are fake CPU tensors. memory() in model/cost.py has the formula, for
+GPUs too.
 """
 
 import torch
@@ -13,14 +14,14 @@ from model.minigpt import MiniGPT
 
 
 def activations(config: GPTConfig, batch_size: int, dtype: str) -> int:
-    """Bytes kept that grow with the batch; what does not are weights and their 16-bit copies."""
+    """Returns the bytes kept that grow with the batch: all but weights and their 16-bit copies."""
     with FakeTensorMode():
         gpt = MiniGPT(config)
-        return batch_size * (_kept(gpt, 2, dtype) - _kept(gpt, 1, dtype))
+        return batch_size * (kept_bytes(gpt, 2, dtype) - kept_bytes(gpt, 1, dtype))
 
 
-def _kept(gpt: MiniGPT, rows: int, dtype: str) -> int:
-    """Bytes of every storage that autograd holds on to after a forward pass of so many rows."""
+def kept_bytes(gpt: MiniGPT, batch_size: int, dtype: str) -> int:
+    """Returns the bytes of every storage that autograd holds on to after a forward pass."""
     kept = {}
 
     def keep(tensor):
@@ -28,7 +29,7 @@ def _kept(gpt: MiniGPT, rows: int, dtype: str) -> int:
         kept[storage._cdata] = storage.nbytes()  # by its address: q, k and v are views of one
         return tensor
 
-    x, y = (torch.zeros(rows, gpt.config.block_size, dtype=torch.int64) for _ in "xy")
+    x, y = (torch.zeros(batch_size, gpt.config.block_size, dtype=torch.int64) for _ in "xy")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast("cpu", dtype):
         loss = gpt(x, y)  # holds the graph, so that no address is used twice
     del loss

@@ -1,12 +1,16 @@
-"""Decoding, one text at a time: `python benchmark.py decode`. Ours against PyTorch in fp32 and transformers' generate.
+"""Decoding, one text at a time, against PyTorch in fp32 and transformers' generate: `python benchmark.py decode`.
 
-All read the same weights and keep keys and values. The likeliest token is taken each time, and before anything is timed
-the texts are compared: ours may leave theirs only where two logits are nearer than bf16 weights can tell.
+All read the same weights and keep keys and values. Each takes the likeliest token. The texts are compared
+before they are timed: ours may leave theirs only where two logits are nearer to each other than bf16 weights
+can tell.
 """
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +18,7 @@ import torch
 from base.errors import BadInput
 from base.flags import flag, read_flags
 from benchmarks.gemv import read_bandwidth
-from benchmarks.report import around, finish, seconds, share, speeds
+from benchmarks.report import ReportSettings, find_table, finish, share_row, speed_rows, time_in_turns
 from csrc import build
 from model import backends
 from model.bf16_linear import bf16_linear
@@ -24,34 +28,38 @@ from run.folder import save
 from settings import PRESETS
 
 VOCABULARY = 50257  # of presets whose tokenizer decides it
-ROUNDING = 2**-7  # of the largest logit: what rounding the weights to bf16 may move one
+ROUNDING = 2**-7  # how far rounding the weights to bf16 may move a logit, as a part of the largest one
+
+Logits = Callable[[np.ndarray], np.ndarray]  # int64 (B, T) -> fp32 (B, V), of the last position
 
 
 @dataclass(frozen=True)
-class DecodeSettings:
+class DecodeSettings(ReportSettings):
     """Flags of `benchmark.py decode`."""
 
     preset: str = flag("gpt2", "sizes of the model", tuple(PRESETS))
     tokens: int = flag(32, "tokens to draw in a call")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     blocks: int = flag(5, "blocks of calls, in which the functions take turns")
-    readme: bool = flag(False, "write the table into README.md")
 
 
 def main(argv: list[str]) -> None:
-    values, faults = read_flags(DecodeSettings, argv, "benchmark.py decode", __doc__)
-    s = DecodeSettings(**values)
-    faults += [f"--{n} {getattr(s, n)}: must be at least 1" for n in ("tokens", "blocks") if getattr(s, n) < 1]
+    """Checks the texts, then times them. BadInput lists all faults of the command line."""
+    values, faults = read_flags(DecodeSettings, argv, "benchmark.py decode", __doc__ or "")
+    settings = DecodeSettings(**values)
+    for name in ("tokens", "blocks"):
+        if getattr(settings, name) < 1:
+            faults.append(f"--{name} {getattr(settings, name)}: must be at least 1")
+    sizes = {name: PRESETS[settings.preset][name] for name in ("block_size", "n_layer", "n_head", "n_embd")}
+    config = GPTConfig(vocab_size=VOCABULARY, **sizes)
+    if settings.tokens >= config.block_size:
+        faults.append(f"--tokens {settings.tokens}: must be below the context of {config.block_size}")
     if faults:
         raise BadInput("\n".join(faults))
-    hardware = backends.module("torch").hardware(s.device, "fp32", "auto")
+    hardware = backends.module("torch").hardware(settings.device, "fp32", "auto")
     device = torch.device(hardware.device)
-    sizes = {name: PRESETS[s.preset][name] for name in ("block_size", "n_layer", "n_head", "n_embd")}
-    config = GPTConfig(vocab_size=VOCABULARY, **sizes)
-    if s.tokens >= config.block_size:
-        raise BadInput(f"--tokens {s.tokens}: must be below the context of {config.block_size}")
-    if s.readme:
-        around("decode")
+    if settings.readme:
+        find_table("decode")
     gpt = model_of(config, device)
     try:
         build.load()
@@ -60,34 +68,38 @@ def main(argv: list[str]) -> None:
     for block in gpt.h:
         block.mlp.c_proj.op = bf16_linear
     ours = {f"ours-{weights}": decoder(gpt, "bf16", weights) for weights in ("bf16", "fp32")}
-    plain = decoder(gpt, "fp32", "fp32")
-    functions = {name: lambda logits=logits: greedy(logits, s.tokens) for name, logits in ours.items()}
-    functions["fp32"] = lambda: greedy(plain, s.tokens)
-    peer = transformers_generate(gpt, config, device, s.tokens)
+    in_fp32 = decoder(gpt, "fp32", "fp32")
+    functions: dict[str, Callable[[], list[int]]] = {}
+    for name, logits in ours.items():
+        functions[name] = partial(greedy, logits, settings.tokens)
+    functions["fp32"] = partial(greedy, in_fp32, settings.tokens)
+    peer = transformers_generate(gpt, config, device, settings.tokens)
     if peer is None:
         print("note    transformers is not installed: left out")
     else:
         functions["transformers"] = peer
     for name in ours:
-        check(functions[name](), functions["fp32"](), plain)
+        check(functions[name](), functions["fp32"](), in_fp32)
     if peer is not None and functions["transformers"]() != functions["fp32"]():
         raise RuntimeError("transformers and our fp32 decoder draw different texts from the same weights")
 
     print(f"device  {device}: {hardware.device_name}")
-    print(f"model   {s.preset}: {parameter_count(config):,} parameters, {s.tokens} tokens a call")
-    bandwidth = read_bandwidth(device, s.blocks)
-    times = seconds(functions, s.blocks)
+    print(f"model   {settings.preset}: {parameter_count(config):,} parameters, {settings.tokens} tokens a call")
+    bandwidth = read_bandwidth(device, settings.blocks)
+    times = time_in_turns({**functions}, settings.blocks)
     rows = []
-    for weights, size in (("bf16", 2), ("fp32", 4)):
-        case, own = f"decode/{s.preset}/{weights}", f"ours-{weights}"
-        against = {name: block for name, block in times.items() if name == own or not name.startswith("ours")}
-        rows += speeds(case, against, own, s.tokens, "tok/s")
-        read = parameter_count(config) * size * s.tokens / 1e9  # every weight once a token; wte is the head
-        rows.append(share(case, [read / block for block in times[own]], bandwidth, "bandwidth", "GB/s"))
-    finish("decode", rows, hardware.device_name, s.readme, {"read_bandwidth_gb_s": bandwidth})
+    for weights, weight_bytes in (("bf16", 2), ("fp32", 4)):
+        case = f"decode/{settings.preset}/{weights}"
+        name = f"ours-{weights}"
+        pairs = {side: blocks for side, blocks in times.items() if side == name or not side.startswith("ours")}
+        rows += speed_rows(case, pairs, name, settings.tokens, "tok/s")
+        gigabytes = parameter_count(config) * weight_bytes * settings.tokens / 1e9  # each weight once a token
+        rows.append(share_row(case, [gigabytes / block for block in times[name]], bandwidth, "bandwidth", "GB/s"))
+    finish("decode", rows, hardware.device_name, settings, more={"read_bandwidth_gb_s": bandwidth})
 
 
-def model_of(config: GPTConfig, device):
+def model_of(config: GPTConfig, device: torch.device) -> Any:
+    """Returns a GPT with initial weights, ready to decode."""
     from model.minigpt import MiniGPT
 
     gpt = MiniGPT(config)
@@ -95,28 +107,35 @@ def model_of(config: GPTConfig, device):
     return gpt.to(device).eval()
 
 
-def greedy(logits, count: int) -> list[int]:
+def greedy(logits: Logits, count: int) -> list[int]:
+    """Returns token 0 and the `count` likeliest tokens after it."""
     tokens = [0]
     for _ in range(count):
         tokens.append(int(logits(np.array([tokens], dtype=np.int64))[0].argmax()))
     return tokens
 
 
-def check(ours: list[int], theirs: list[int], logits) -> None:
-    """Where the texts part, the two tokens' logits must be nearer than the rounding of the weights."""
+def check(ours: list[int], theirs: list[int], logits: Logits) -> None:
+    """Compares two texts. RuntimeError where they part and the two tokens' logits differ by more than rounding.
+
+    logits: of the side whose text is `theirs`.
+    """
     if ours == theirs:
         return
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-    row = logits(np.array([theirs[:at]], dtype=np.int64))[0]
-    gap = float(row[theirs[at]] - row[ours[at]])
-    if gap > ROUNDING * float(np.abs(row).max()):
+    scores = logits(np.array([theirs[:at]], dtype=np.int64))[0]
+    gap = float(scores[theirs[at]] - scores[ours[at]])
+    if gap > ROUNDING * float(np.abs(scores).max()):
         raise RuntimeError(
             f"token {at}: {ours[at]} instead of {theirs[at]}, whose logit is {gap:.4f} higher: not timed"
         )
 
 
-def transformers_generate(gpt, config: GPTConfig, device, count: int):
-    """The same weights in transformers' GPT-2, through a checkpoint of ours; None where transformers is missing."""
+def transformers_generate(gpt, config: GPTConfig, device: torch.device, count: int):
+    """Returns generate() of transformers' GPT-2 with the same weights, or None where transformers is missing.
+
+    The weights get there through a checkpoint of ours.
+    """
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -124,7 +143,8 @@ def transformers_generate(gpt, config: GPTConfig, device, count: int):
     weights = {name: parameter.detach().cpu().numpy() for name, parameter in gpt.named_parameters()}
     with tempfile.TemporaryDirectory() as folder:
         saved = save(Path(folder), 0, {"model": weights, "optimizer": {}}, asdict(config), {}, {})
-        model = AutoModelForCausalLM.from_pretrained(saved).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(saved)
+    model.to(device).eval()
     model.generation_config.eos_token_id = None
     start = torch.zeros(1, 1, dtype=torch.long, device=device)
     mask = torch.ones_like(start)

@@ -1,28 +1,29 @@
-"""Everything that needs a GPU, in one call: `make gpu-check`. Results in benchmarks/results/<gpu>.json.
+"""Runs everything that needs a GPU: `make gpu-check`. The result is GPU-NAME.json in the results folder.
 
-It runs the tests marked `gpu`, 200 steps of the `gpu` preset in bf16 and in fp16, and the benchmarks of the kernel, of
-decoding and of a step, ours and the eager baseline, as they are and compiled.
-It needs no package beyond requirements.txt. Exit status 0 if all passed.
+It runs the tests marked `gpu`, 200 steps of the `gpu` preset in bf16 and in fp16, and the benchmarks of the
+kernel, of decoding and of a step, ours and the eager baseline, as they are and compiled. It needs no package
+beyond requirements.txt. Exit status 0 if all passed.
 """
 
-import argparse
 import json
-import platform
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from base.errors import BadInput
-from benchmarks.report import RESULTS, ROOT
+from base.errors import BadInput, run_script
+from base.flags import flag, read_flags
+from benchmarks.report import ROOT, ReportSettings, finish, results_folder
 from model import backends
 from model.config import GPTConfig
 from model.cost import flops_per_token, peak_flops
 from run.checkpoint import read_manifest
 from run.folder import find
 from run.log import read_log
+from settings import PRESETS
 
 BENCHMARKS = (
     ["gemv"],
@@ -32,26 +33,68 @@ BENCHMARKS = (
 SECONDS = 300  # for one of them, compiling included
 
 
-def run_tests() -> bool:
-    return (
-        subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests/test_gpu.py"], cwd=ROOT).returncode
-        == 0
+@dataclass(frozen=True)
+class GpuCheckSettings:
+    """Flags of `python -m benchmarks.gpu_check`."""
+
+    device: str = flag("cuda", "where to train; anything but cuda only tries this script out")
+    preset: str = flag("gpu", "what is trained", tuple(PRESETS))
+    steps: int = flag(200, "steps of each run")
+    results: str | None = flag(None, "folder of all results; default: minigpt/benchmarks in the user's cache folder")
+    skip_tests: bool = flag(False, "leave the tests out")
+    skip_benchmarks: bool = flag(False, "leave the benchmarks out")
+
+
+class Failed(RuntimeError):
+    """A part of the check has failed."""
+
+
+def check(settings: GpuCheckSettings) -> None:
+    """Runs all parts and writes their results. Failed where a part has failed."""
+    hardware = backends.module("torch").hardware(settings.device, "auto", "auto")
+    results = results_folder(ReportSettings(settings.results))
+    tests_passed = None if settings.skip_tests else run_tests()
+    flags = ["--preset", settings.preset, "--steps", str(settings.steps), "--eval-every", "0"]
+    rows = [measure_run(hardware, dtype, flags) for dtype in ("bf16", "fp16")]
+    benchmarks = []
+    if not settings.skip_benchmarks:
+        more_flags = ["--device", settings.device, "--results", str(results.absolute())]
+        benchmarks = [measure([*arguments, *more_flags]) for arguments in BENCHMARKS]
+    name = re.sub(r"[^a-z0-9]+", "-", hardware.device_name.lower()).strip("-")
+    finish(
+        "gpu-check",
+        rows,
+        hardware.device_name,
+        ReportSettings(str(results)),
+        more={"tests_passed": tests_passed, "benchmarks": benchmarks},
+        text="\n".join(f"{row['case']}: {outcome(row)}" for row in rows),
+        file_name=f"{name}.json",
     )
+    if tests_passed is False or any("failed" in part for part in (*rows, *benchmarks)):
+        raise Failed
 
 
-def train(hardware: backends.Hardware, dtype: str, steps: int, more_flags: list[str]) -> dict:
-    """A training run in a process of its own -> a row of results; `failed` holds the exit status of one that failed."""
-    case = {"case": f"train/{hardware.device}/{dtype}", "steps": steps}
+def run_tests() -> bool:
+    """Runs the tests that need a GPU. Returns whether they passed."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests/test_gpu.py"]
+    return subprocess.run(command, cwd=ROOT).returncode == 0
+
+
+def measure_run(hardware: backends.Hardware, dtype: str, more_flags: list[str]) -> dict:
+    """Runs train.py in a process of its own and returns a row; `failed` in it is an exit status other than 0."""
+    case = {"case": f"train/{hardware.device}/{dtype}"}
     with tempfile.TemporaryDirectory() as out:
-        flags = ["--device", hardware.device, "--dtype", dtype, "--steps", str(steps), "--out", out, *more_flags]
+        flags = ["--device", hardware.device, "--dtype", dtype, "--out", out, *more_flags]
         status = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT).returncode
         if status:
             return case | {"failed": status}
-        rows, manifest = read_log(Path(out) / "log.csv"), read_manifest(find(out))
-    peak = peak_flops(hardware.device_name, dtype)
+        rows = read_log(Path(out) / "log.csv")
+        manifest = read_manifest(find(out))
     speed = statistics.median(row.tokens_per_second for row in rows)
     flops = speed * flops_per_token(GPTConfig(**manifest["config"]))
+    peak = peak_flops(hardware.device_name, dtype)
     return case | {
+        "steps": rows[-1].step,
         "ours": speed,
         "unit": "tok/s",
         "mfu": flops / peak if peak else None,
@@ -64,9 +107,16 @@ def train(hardware: backends.Hardware, dtype: str, steps: int, more_flags: list[
     }
 
 
-def measure(device: str, arguments: list[str]) -> dict:
-    """A benchmark in a process of its own -> its JSON line; `failed` says what became of one that gave none."""
-    command = [sys.executable, "benchmark.py", *arguments, "--device", device]
+def outcome(row: dict) -> str:
+    """Returns a line about a training run."""
+    if "failed" in row:
+        return f"failed with exit status {row['failed']}"
+    return f"{row['ours']:,.0f} {row['unit']}, validation loss {row['val']:.4f}"
+
+
+def measure(arguments: list[str]) -> dict:
+    """Runs a benchmark in a process of its own and returns its JSON line; `failed` says why there is none."""
+    command = [sys.executable, "benchmark.py", *arguments]
     try:
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -77,37 +127,20 @@ def measure(device: str, arguments: list[str]) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def start(argv: list[str]) -> None:
+    """Reads the command line and checks. BadInput lists all faults."""
+    values, faults = read_flags(GpuCheckSettings, argv, "benchmarks/gpu_check.py", __doc__ or "")
+    if faults:
+        raise BadInput("\n".join(faults))
+    check(GpuCheckSettings(**values))
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks/gpu_check.py", description=__doc__)
-    parser.add_argument("--device", default="cuda", help="where to train; anything but cuda only tries this script out")
-    parser.add_argument("--preset", default="gpu")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--skip-tests", action="store_true")
-    parser.add_argument("--skip-benchmarks", action="store_true")
-    flags = parser.parse_args(argv)
+    """Exit status: 0 all passed, 1 something failed, 2 bad input."""
     try:
-        hardware = backends.module("torch").hardware(flags.device, "auto", "auto")
-    except BadInput as error:
-        print(f"gpu_check.py: error: {error}", file=sys.stderr)
-        return 2
-    tests_passed = None if flags.skip_tests else run_tests()
-    more = ["--preset", flags.preset, "--eval-every", "0"]
-    rows = [train(hardware, dtype, flags.steps, more) for dtype in ("bf16", "fp16")]
-    benchmarks = [] if flags.skip_benchmarks else [measure(flags.device, arguments) for arguments in BENCHMARKS]
-    result = {
-        "benchmark": "gpu-check",
-        "machine": {"device": hardware.device_name, "system": platform.platform()},
-        "versions": {"python": platform.python_version()} | backends.versions(),
-        "tests_passed": tests_passed,
-        "rows": rows,
-        "benchmarks": benchmarks,
-    }
-    flags.results.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", hardware.device_name.lower()).strip("-")
-    (flags.results / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result))
-    return 0 if tests_passed is not False and not any("failed" in part for part in rows + benchmarks) else 1
+        return run_script("gpu_check.py", lambda: start(sys.argv[1:] if argv is None else argv))
+    except Failed:
+        return 1
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
 import numpy as np
 
 from base.errors import BadInput
-from benchmarks.report import RESULTS
+from benchmarks.report import ReportSettings, results_folder
 from benchmarks.worker import VOCABULARY, config_of, ours
-from model import backends
-from settings import PRESETS
+from settings import Settings
 
 STEPS = 20
 KINDS = {  # words in the names of PyTorch's operations; the first kind that fits
@@ -23,41 +22,44 @@ KINDS = {  # words in the names of PyTorch's operations; the first kind that fit
 }
 
 
-def main(s) -> None:
-    """Prints each kind's share of the time in PyTorch's operations."""
-    if s.backend != "torch":
-        raise BadInput(f"--profile: looks into PyTorch, --backend {s.backend} has its time elsewhere")
+def profile(settings: Settings, report: ReportSettings) -> None:
+    """Prints each kind's share of the time in PyTorch's operations, and writes a trace into the results folder.
+
+    settings: of train.py, with device, dtype, preset, batch_size and loss_scaling resolved.
+    """
+    if settings.backend != "torch":
+        raise BadInput(f"--profile: looks into PyTorch, --backend {settings.backend} has its time elsewhere")
     import torch
 
-    hardware = backends.module("torch").hardware(s.device, "fp32" if s.dtype == "all" else s.dtype, "auto")
-    spec = dict(backend="torch", dtype=hardware.dtype, emulation="auto", kernel="auto")
-    config, batch_size = config_of(s.preset), s.batch_size or PRESETS[s.preset]["batch_size"]
-    spec |= dict(device=hardware.device, compiled=s.compile, batch_size=batch_size)
-    step, _ = ours(spec, config)
-    x, y = np.random.default_rng(0).integers(0, VOCABULARY, (2, batch_size, config.block_size), dtype=np.int64)
+    config = config_of(settings.preset)
+    shape = (2, settings.batch_size, config.block_size)
+    x, y = np.random.default_rng(0).integers(0, VOCABULARY, shape, dtype=np.int64)
+    take_step, _ = ours(settings, config)
     for _ in range(3):
-        step(x, y)
-    on_cuda = hardware.device.startswith("cuda")
+        take_step(x, y)
+    on_cuda = settings.device.startswith("cuda")
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_cuda else []
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(STEPS):
-            step(x, y)
+            take_step(x, y)
     times: dict[str, float] = {}
     for event in profiler.key_averages():
-        if on_cuda and event.device_type != torch.autograd.DeviceType.CPU:
+        if on_cuda and event.device_type.name != "CPU":
             continue  # a kernel: its time also stands with the operation that launched it
-        spent = event.self_device_time_total if on_cuda else event.self_cpu_time_total  # µs
-        times[kind_of(event.key)] = times.get(kind_of(event.key), 0.0) + spent
+        microseconds = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+        kind = kind_of(event.key)
+        times[kind] = times.get(kind, 0.0) + microseconds
     total = sum(times.values())
-    print(f"device  {hardware.device}: {hardware.device_name}\ndtype   {hardware.dtype}: {hardware.how}")
-    for name, spent in sorted(times.items(), key=lambda item: -item[1]):
-        print(f"{spent / total:6.1%}  {spent / STEPS / 1e3:7.2f} ms  {name}")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    trace = RESULTS / "step-trace.json"
-    profiler.export_chrome_trace(str(trace))
-    print(f"{total / STEPS / 1e3:.2f} ms a step in PyTorch's operations; trace: {trace}")
+    for kind, microseconds in sorted(times.items(), key=lambda item: -item[1]):
+        print(f"{microseconds / total:6.1%}  {microseconds / STEPS / 1e3:7.2f} ms  {kind}")
+    print(f"{total / STEPS / 1e3:.2f} ms a step in PyTorch's operations")
+    folder = results_folder(report)
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / "step-trace.json"))
+    print(f"trace   {folder / 'step-trace.json'}")
 
 
 def kind_of(name: str) -> str:
+    """Returns the kind of work that an operation of PyTorch does, by its name."""
     return next((kind for kind, words in KINDS.items() if any(word in name.lower() for word in words)), "the rest")

@@ -1,67 +1,57 @@
-"""What recomputation saves and costs: layers between checkpoints against the peak of memory and the time of a step.
+"""What recomputation saves in memory and costs in time: `python benchmark.py step --recompute`.
 
-For `python benchmark.py step --recompute`. The case is recompute/BACKEND/DTYPE/LAYERS/memory, or time.
+A step is measured for several numbers of layers between checkpoints. The case is
+recompute/BACKEND/DTYPE/LAYERS/memory, or time.
 """
 
 import statistics
 import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from benchmarks.report import Row, seconds
-from benchmarks.worker import VOCABULARY, config_of
-from model import backends
-from settings import PRESETS, Settings
+from benchmarks.report import Row, time_in_turns
+from benchmarks.worker import VOCABULARY, config_of, ours
+from settings import Settings
 
 
-def rows(
-    backend: str, dtype: str, preset: str, batch_size: int | None = None, device: str = "auto", blocks: int = 7
-) -> list[Row]:
-    """Two a number of layers: memory in MiB, time in ms, each against the same step that keeps everything."""
-    config = config_of(preset)
-    module = backends.module(backend)
-    hardware = module.hardware(device, dtype, "auto")
-    shape = (2, batch_size or PRESETS[preset]["batch_size"], config.block_size)
+def compare(settings: Settings, blocks: int = 7) -> list[Row]:
+    """Returns memory in MiB and time in ms for each number of layers, against a step that keeps all it computes.
+
+    settings: of train.py, with backend, device, dtype, preset, batch_size and loss_scaling resolved.
+    """
+    config = config_of(settings.preset)
+    shape = (2, settings.batch_size, config.block_size)
     x, y = np.random.default_rng(0).integers(0, VOCABULARY, shape)
-    steps = {}
-    for layers in between(config.n_layer):
-        settings = Settings(seed=0, recompute=layers, dtype=dtype, device=hardware.device)
-        steps[layers] = _step(module.build(settings, hardware, config), x, y)
-    measure = _peak_of_numpy if backend == "engine" else _peak_of_torch
-    memory = {layers: measure(step, hardware.device) / 2**20 for layers, step in steps.items()}
-    times = seconds(steps, blocks, at_least=0.5)
-    found = []
+    steps: dict[int, Callable[[], object]] = {}
+    for layers in layer_counts(config.n_layer):
+        count: Any = layers  # the flag of train.py is a bool, which a backend reads as 0 or 1
+        take_step, _ = ours(replace(settings, recompute=count), config)
+        steps[layers] = lambda take_step=take_step: take_step(x, y)
+    peak = peak_of_numpy if settings.backend == "engine" else peak_of_torch
+    memory = {layers: peak(step, settings.device) / 2**20 for layers, step in steps.items()}
+    times = time_in_turns({str(layers): step for layers, step in steps.items()}, blocks, at_least=0.5)
+    rows = []
     for layers in list(steps)[1:]:
-        case = f"recompute/{backend}/{dtype}/{layers}"
-        ratio = memory[0] / memory[layers]
-        found.append(Row(f"{case}/memory", "kept", memory[layers], memory[0], "MiB", ratio, (ratio, ratio)))
-        ratios = [theirs / ours for ours, theirs in zip(times[layers], times[0], strict=True)]
-        middle = [statistics.median(times[n]) * 1e3 for n in (layers, 0)]
+        case = f"recompute/{settings.backend}/{settings.dtype}/{layers}"
+        saved = memory[0] / memory[layers]
+        rows.append(Row(f"{case}/memory", "kept", memory[layers], memory[0], "MiB", saved, (saved, saved)))
+        ours_ms, theirs_ms = (statistics.median(times[n]) * 1e3 for n in (str(layers), "0"))
+        ratios = [theirs / again for again, theirs in zip(times[str(layers)], times["0"], strict=True)]
         spread = (min(ratios), max(ratios))
-        found.append(Row(f"{case}/time", "kept", *middle, "ms", statistics.median(ratios), spread))
-    return found
+        rows.append(Row(f"{case}/time", "kept", ours_ms, theirs_ms, "ms", statistics.median(ratios), spread))
+    return rows
 
 
-def between(n_layer: int) -> list[int]:
-    """0, and the powers of two below the number of layers."""
+def layer_counts(n_layer: int) -> list[int]:
+    """Returns 0, for nothing computed again, and the powers of two below the number of layers."""
     return [0, *(2**n for n in range(n_layer.bit_length()) if 2**n < n_layer)]
 
 
-def _step(backend, x, y):
-    def step():
-        with backend.autocast():
-            loss = backend.model(x, y, key=(0, 0, 0))
-        loss.backward()
-        backend.clip_grad_norm_(1.0)
-        backend.optimizer.step()
-        backend.optimizer.zero_grad(set_to_none=True)
-        return loss.item()  # waits for a device
-
-    return step
-
-
-def _peak_of_numpy(step, device: str) -> int:
-    """Bytes besides what is there between steps."""
+def peak_of_numpy(step: Callable[[], object], device: str) -> int:
+    """Returns the most bytes that a step holds besides those that are held between steps."""
     step()
     tracemalloc.start()
     try:
@@ -72,7 +62,8 @@ def _peak_of_numpy(step, device: str) -> int:
         tracemalloc.stop()
 
 
-def _peak_of_torch(step, device: str) -> int:
+def peak_of_torch(step: Callable[[], object], device: str) -> int:
+    """Returns the most bytes that a step holds besides those that are held between steps."""
     import torch
 
     step()
@@ -84,9 +75,10 @@ def _peak_of_torch(step, device: str) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step()
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():
+    profiler: Any = profile.profiler
+    held = peak = 0
+    for event in profiler.kineto_results.events():
         if event.name() == "[memory]":  # allocated, or freed: below 0
-            now += event.nbytes()
-            peak = max(peak, now)
+            held += event.nbytes()
+            peak = max(peak, held)
     return peak

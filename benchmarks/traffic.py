@@ -1,9 +1,11 @@
-"""What each version of csrc/bf16_linear.cu moves, counted on a CPU: the ladder's table, on any machine with g++.
+"""Counts on a CPU what each version of csrc/bf16_linear.cu moves: `python benchmark.py traffic`. It needs g++.
 
-Counted are the 32-byte sectors that each request of a warp touches, as if there were no cache: what a version moves
-beyond the bytes it needs is what it asks the caches to save.
+The emulator counts the 32-byte sectors that each request of a warp touches, as if there were no cache. A
+version that moves more bytes than it needs relies on the caches for the rest. The table has no ratio of two
+sides: 1.00 is the least that can be moved, and less is better.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,16 +13,21 @@ import numpy as np
 
 from amp.formats import to_bf16_bits
 from base.errors import BadInput
-from base.flags import flag, read_flags
-from benchmarks.report import around, finish
+from base.flags import read_flags
+from benchmarks.report import ReportSettings, find_table, finish
 from csrc.cuda_on_cpu.emulator import COMPILER, aligned, counters, library, linear
 
 IDEAS = ["a thread per row", "a warp per row", "16-byte loads", "rows and splits", "8 vectors at once", "tensor cores"]
 VECTORS = [1, 1, 1, 1, 8, 128]  # what each version is for
 
 
-def measured(path: Path | None = None, versions=range(6), m: int = 768, k: int = 3072, **device) -> list[dict]:
-    """A row for each version and type of weights. x and y are bf16, as in training and decoding."""
+def measured(
+    path: Path | None = None, versions: Sequence[int] = range(6), m: int = 768, k: int = 3072, **device
+) -> list[dict]:
+    """Returns a row for each version and type of weights. x and y are bf16, as in training and decoding.
+
+    path: the emulator's library. device: what it pretends to be.
+    """
     path = path or library("counted")
     rng = np.random.default_rng(0)
     rows = []
@@ -50,6 +57,7 @@ def measured(path: Path | None = None, versions=range(6), m: int = 768, k: int =
 
 
 def markdown(rows: list[dict]) -> str:
+    """Returns the rows as a Markdown table."""
     lines = [
         "| version | weights | vectors | weight bytes moved / needed | sectors / coalesced | requests | bank conflicts"
         " | barriers |",
@@ -64,20 +72,19 @@ def markdown(rows: list[dict]) -> str:
 
 
 @dataclass(frozen=True)
-class TrafficSettings:
-    """Flags of `benchmark.py traffic`."""
-
-    readme: bool = flag(False, "write the table into README.md")
+class TrafficSettings(ReportSettings):
+    """Flags of `benchmark.py traffic`: those of every benchmark."""
 
 
 def main(argv: list[str]) -> None:
-    values, faults = read_flags(TrafficSettings, argv, "benchmark.py traffic", __doc__)
-    s = TrafficSettings(**values)
+    """Counts every version. BadInput lists all faults of the command line."""
+    values, faults = read_flags(TrafficSettings, argv, "benchmark.py traffic", __doc__ or "")
+    settings = TrafficSettings(**values)
     if COMPILER is None:
         faults.append("g++ is missing, or this is not Linux: it runs the kernels on the CPU")
     if faults:
         raise BadInput("\n".join(faults))
-    if s.readme:
-        around("traffic")
+    if settings.readme:
+        find_table("traffic")
     rows = measured()
-    finish("traffic", rows, "counted on a CPU", s.readme, text=markdown(rows))
+    finish("traffic", rows, "counted on a CPU", settings, text=markdown(rows))

@@ -1,8 +1,10 @@
-"""One side of a comparison, in a process of its own: `python -m benchmarks.worker SPEC`, asked through standard input.
+"""One side of a comparison, in a process of its own: `python -m benchmarks.worker SPEC`.
 
-A line {"steps": n} is answered by {"seconds": [...], "losses": [...], "peak_mb": ...}; with "scaler": true also by
-"scaler_seconds", what the scaler's calls took of each step. While a side waits it takes no core, and thread pools of
-two libraries never meet. SPEC is JSON: side, backend, dtype, emulation, kernel, preset, batch_size, device, compiled.
+It reads requests from standard input. A line {"steps": n, "scaler": false} is answered by {"seconds": [...],
+"losses": [...], "peak_mb": ...}. With "scaler": true the answer also has "scaler_seconds", the part of each
+step's seconds that the scaler's calls took. A side that waits uses no core, and the thread pools of two
+libraries never meet. SPEC is a JSON object with side, backend, dtype, emulation, kernel, preset, batch_size,
+device and compiled.
 """
 
 import importlib
@@ -10,94 +12,146 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from amp.scaler import DynamicLossScaler
+import train
 from model import backends
 from model.config import GPTConfig, initial_weights
-from settings import MAX_SCALE, PRESETS, Settings
+from settings import PRESETS, Settings
 
-VOCABULARY, BATCHES = 65, 32
+VOCABULARY = 65
+BATCHES = 32  # drawn before the clock starts, and used in turn
+
+TakeStep = Callable[[np.ndarray, np.ndarray], float]  # (x, y), both int64 (B, T) -> the loss
+TakeTimedStep = Callable[[np.ndarray, np.ndarray], tuple[float, float]]  # ... -> the loss, the scaler's seconds
 
 
 def main(spec: dict) -> None:
+    """Answers requests for steps until standard input ends."""
     config = config_of(spec["preset"])
     random = np.random.default_rng(0)
     shape = (BATCHES, 2, spec["batch_size"], config.block_size)
-    batches = random.integers(0, VOCABULARY, shape, dtype=np.int64)
+    batches = itertools.cycle(random.integers(0, VOCABULARY, shape, dtype=np.int64))
     answers = sys.stdout
     with redirect_stdout(sys.stderr):  # what libraries print is no answer
         if spec["side"] == "ours":
-            step, scaler_step = ours(spec, config)
-        else:
+            take_step, take_timed_step = ours(settings_of(spec), config)
+        else:  # which has no scaler of ours to time
             peer = importlib.import_module(f"benchmarks.peers.{spec['side']}")
-            step = peer.build(config, initial_weights(config, 0), spec["dtype"], spec["device"], spec["compiled"])
-        done = 0
+            weights = initial_weights(config, 0)
+            take_step = peer.build(config, weights, spec["dtype"], spec["device"], spec["compiled"])
+            take_timed_step = None
         for line in sys.stdin:
             request = json.loads(line)
             answer = {"seconds": [], "losses": [], "scaler_seconds": []}
-            for _ in range(request["steps"]):
-                x, y = batches[done % BATCHES]
+            for x, y in itertools.islice(batches, request["steps"]):
                 started = time.perf_counter()
-                if request["scaler"]:
-                    loss, spent = scaler_step(x, y)
-                    answer["scaler_seconds"].append(spent)
+                if request["scaler"] and take_timed_step:
+                    loss, scaler_seconds = take_timed_step(x, y)
+                    answer["scaler_seconds"].append(scaler_seconds)
                 else:
-                    loss = step(x, y)
+                    loss = take_step(x, y)
                 synchronize(spec["device"])
                 answer["seconds"].append(time.perf_counter() - started)
                 answer["losses"].append(float(loss))
-                done += 1
             print(json.dumps(answer | {"peak_mb": peak_mb(spec["device"])}), file=answers, flush=True)
 
 
 def config_of(preset: str) -> GPTConfig:
+    """Returns the model of a preset, without dropout and with the vocabulary of all benchmarks of a step."""
     sizes = {name: PRESETS[preset][name] for name in ("block_size", "n_layer", "n_head", "n_embd")}
     return GPTConfig(vocab_size=VOCABULARY, **sizes)
 
 
-def ours(spec: dict, config: GPTConfig):
-    """A step of the loop in train.py with one micro-batch, (x, y) -> loss; and the same with the scaler's seconds."""
-    module = backends.module(spec["backend"])
-    hardware = module.hardware(spec["device"], spec["dtype"], spec["emulation"])
-    sizes = dict(batch_size=spec["batch_size"], kernel=spec["kernel"], compile=spec["compiled"])
-    backend = module.build(Settings(lr=1e-3, dtype=spec["dtype"], seed=0, **sizes), hardware, config)
-    low = spec["dtype"] != "fp32"
-    scaler = DynamicLossScaler(2.0**15 if low else 1.0, growth_interval=500, max_scale=MAX_SCALE if low else 1.0)
-    optimizer = backend.optimizer
-    keys = itertools.count()
+def settings_of(spec: dict) -> Settings:
+    """Returns the settings of our side: those of train.py, at a fixed learning rate."""
+    return Settings(
+        preset=spec["preset"],
+        backend=spec["backend"],
+        device=spec["device"],
+        dtype=spec["dtype"],
+        emulation=spec["emulation"],
+        kernel=spec["kernel"],
+        loss_scaling="off" if spec["dtype"] == "fp32" else "on",
+        batch_size=spec["batch_size"],
+        lr=1e-3,
+        seed=0,
+        compile=spec["compiled"],
+    )
 
-    def step(x, y, call=lambda function, *arguments: function(*arguments)):
-        with backend.autocast():
-            loss = backend.model(x, y, key=(0, next(keys), 0))
-        call(scaler.scale, loss).backward()
-        call(scaler.unscale_, optimizer)
-        backend.clip_grad_norm_(1.0)
-        scaler.step(optimizer)
-        call(scaler.update)
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach().item()
 
-    def scaler_step(x, y):
-        spent = 0.0
+def ours(settings: Settings, config: GPTConfig) -> tuple[TakeStep, TakeTimedStep]:
+    """Builds our side. Returns train.step on one batch, and the same with a scaler that times itself.
 
-        def timed(function, *arguments):
-            nonlocal spent
-            synchronize(spec["device"])  # what was queued before is not the scaler's
-            started = time.perf_counter()
-            result = function(*arguments)
-            synchronize(spec["device"])
-            spent += time.perf_counter() - started
-            return result
+    Every benchmark of a step builds its model here.
+    """
+    module = backends.module(settings.backend)
+    hardware = module.hardware(settings.device, settings.dtype, settings.emulation)
+    backend = module.build(settings, hardware, config)
+    scaler = train.build_scaler(settings)
+    numbers = itertools.count()
 
-        return step(x, y, timed), spent
+    def take_step_with(used_scaler: Any, x: np.ndarray, y: np.ndarray) -> float:
+        batch: Any = OneBatch(x, y)
+        losses, _ = train.step(backend, used_scaler, batch, settings, next(numbers))
+        return losses[0].item()  # waits for a device
 
-    return step, scaler_step
+    def take_step(x, y):
+        return take_step_with(scaler, x, y)
+
+    def take_timed_step(x, y):
+        timed = TimedScaler(scaler, hardware.device)
+        loss = take_step_with(timed, x, y)
+        return loss, timed.seconds
+
+    return take_step, take_timed_step
+
+
+class OneBatch(NamedTuple):
+    """Stands in for data.batches.Batches: one batch, whichever step asks."""
+
+    x: np.ndarray  # int64 (B, T)
+    y: np.ndarray  # int64 (B, T)
+
+    def get(self, split: str, number: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.x, self.y
+
+
+class TimedScaler:
+    """A scaler that adds up the `seconds` of scale(), unscale_() and update(); step() is the optimizer's time."""
+
+    def __init__(self, scaler, device: str):
+        self.scaler = scaler
+        self.device = device
+        self.seconds = 0.0
+
+    def scale(self, loss):
+        return self._time(self.scaler.scale, loss)
+
+    def unscale_(self, optimizer):
+        return self._time(self.scaler.unscale_, optimizer)
+
+    def step(self, optimizer):
+        return self.scaler.step(optimizer)
+
+    def update(self):
+        return self._time(self.scaler.update)
+
+    def _time(self, method: Callable, *arguments):
+        synchronize(self.device)  # what was queued before is not the scaler's
+        started = time.perf_counter()
+        result = method(*arguments)
+        synchronize(self.device)
+        self.seconds += time.perf_counter() - started
+        return result
 
 
 def synchronize(device: str) -> None:
+    """Waits until a CUDA device has done what it was given."""
     if device.startswith("cuda"):
         import torch
 
@@ -105,7 +159,7 @@ def synchronize(device: str) -> None:
 
 
 def peak_mb(device: str) -> float:
-    """The most memory that this process has held: of the GPU there, of the machine elsewhere."""
+    """Returns the most MiB that this process has held: of the GPU's memory on CUDA, else of the machine's."""
     if device.startswith("cuda"):
         import torch
 

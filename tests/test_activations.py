@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.activations import _kept, activations
+from benchmarks.activations import activations, kept_bytes
 from model import minigpt
 from model.config import GPTConfig
 from model.cost import memory
@@ -33,13 +33,13 @@ def test_where_attention_multiplies_16_bits_its_operands_are_kept_in_16_bits(dty
 def test_counting_without_content_is_counting():
     """Real tensors hold as much as fake ones: the same count of a forward pass that computes."""
     gpt = MiniGPT(TINY)
-    assert 3 * (_kept(gpt, 2, "bf16") - _kept(gpt, 1, "bf16")) == activations(TINY, 3, "bf16")
+    assert 3 * (kept_bytes(gpt, 2, "bf16") - kept_bytes(gpt, 1, "bf16")) == activations(TINY, 3, "bf16")
 
 
 def test_16_bit_copies_are_those_that_autocast_keeps():
     """What does not grow with the batch: in fp32 the matrices, in bf16 their copies of half the size; else the same."""
     gpt = MiniGPT(TINY)
-    fp32, bf16 = (2 * _kept(gpt, 1, dtype) - _kept(gpt, 2, dtype) for dtype in ("fp32", "bf16"))
+    fp32, bf16 = (2 * kept_bytes(gpt, 1, dtype) - kept_bytes(gpt, 2, dtype) for dtype in ("fp32", "bf16"))
     assert fp32 - bf16 == memory(TINY, 1, "bf16", "cpu")["16-bit copies"]
 
 
