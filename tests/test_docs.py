@@ -47,8 +47,8 @@ WHOLE_FOLDERS = (
 
 # Files without a test file of their own, and the one that tests them.
 TESTED_IN = {
-    "base/flags.py": "test_settings.py",
-    "base/cache.py": "test_corpus.py",
+    "watch/words.py": "test_train.py",
+    "run/due.py": "test_train.py",
     "base/files.py": "test_checkpoint.py",
     "model/cost.py": "test_config.py",
     "model/torch_backend.py": "test_minigpt.py",
