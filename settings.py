@@ -15,7 +15,7 @@ on_resume says what happens to a flag when a run goes on from a checkpoint:
 
 from dataclasses import dataclass, fields
 
-from base.flags import flag
+from base.flags import flag, name_of
 
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
 LARGEST = 2**20  # of a size; beyond it a typing error is likelier than a model
@@ -109,3 +109,8 @@ def flags_with(*rules: str) -> list[str]:
 def saved_flags() -> list[str]:
     """The fields that a checkpoint keeps."""
     return flags_with("changes", "schedule", "harmless", "fixed", "refused")
+
+
+def switches(settings: Settings) -> list[str]:
+    """The flags without a value that no checkpoint keeps: a command that goes on has to give them again."""
+    return [name_of(name) for name in flags_with("again") if getattr(settings, name) is True]

@@ -1,7 +1,6 @@
 """Trains a GPT in mixed precision: one flat loop for every backend. `python train.py --help` lists the settings."""
 
 import math
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,7 +125,7 @@ def begin(request: Request) -> Iterator[Run]:
     config = GPTConfig(vocab_size=tokenizer.vocab_size, **sizes)
     backend = backends.module(settings.backend).build(settings, hardware, config)
     scaler = resume.build_scaler(settings, manifest)
-    versions = {"python": platform.python_version()} | backends.versions()
+    versions = backends.versions()
     first_step, best_val, notes = manifest.get("step", 0), resume.best_of(manifest), [*request.notes, *corpus.notes]
     if manifest:
         backend.load_state(arrays)
@@ -137,9 +136,7 @@ def begin(request: Request) -> Iterator[Run]:
     )
     del arrays, manifest  # three times the model's size, which a whole run need not hold
     out, lock = open_folder(settings, hardware.dtype, resume_from, first_step)
-    for note in notes:
-        say(f"note    {note}")
-    say(words.header(settings, hardware, backend.kernel, config, batches, corpus.name, out, first_step))
+    say(words.header(notes, settings, hardware, backend.kernel, config, batches, corpus.name, out, first_step))
     saver = Saver(out, asdict(config), tokenizer.describe(), about, best_val, settings.overwrite)
     watch = Watch([Progress(first_step, settings.steps), Picture(out)])
     with lock, watch, Stop() as stop, Log(out / "log.csv", first_step) as log:
@@ -191,9 +188,7 @@ def end(run: Run, row: Row) -> None:
 def start(argv: list[str]) -> None:
     request = read(argv)
     if request.settings.verify_resume:
-        flags = [word for word in argv if word != "--verify-resume"]
-        of_this_process = ["--device", request.settings.device, *words.switches(request.settings)]
-        print(verify_resume(__file__, flags, of_this_process))
+        print(verify_resume(__file__, argv, request.settings))
     else:
         train(request)
 

@@ -80,5 +80,6 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the array libraries that this process has loaded."""
-    return {name: sys.modules[name].__version__ for name in ("numpy", "torch") if sys.modules.get(name)}
+    """Versions of Python, and of the array libraries that this process has loaded."""
+    libraries = {name: sys.modules[name].__version__ for name in ("numpy", "torch") if sys.modules.get(name)}
+    return {"python": platform.python_version()} | libraries

@@ -11,6 +11,7 @@ import numpy as np
 
 from run import checkpoint
 from run.log import read_log
+from settings import Settings, switches
 
 STEPS, HALF = 4, 2
 COLUMNS_OF_TIME = ("tokens_per_second", "seconds")  # of the log: never the same twice
@@ -20,17 +21,19 @@ class NotExact(RuntimeError):
     """The two ways differ, or one of them did not come to its end."""
 
 
-def verify_resume(script: str, flags: list[str], flags_of_process: list[str]) -> str:
+def verify_resume(script: str, argv: list[str], settings: Settings) -> str:
     """Runs `script` three times and returns a line that says "bit-exact", or raises NotExact with the first difference.
 
-    flags: the user's command line. flags_of_process: those that a checkpoint does not keep, for the resumed process.
+    argv: the user's command line, of which `settings` were made.
     """
+    flags = [word for word in argv if word != "--verify-resume"]
+    of_this_process = ["--device", settings.device, *switches(settings)]  # a checkpoint does not keep these
     few = ["--steps", str(STEPS), "--eval-every", "0", "--log-every", "1"]
     with _ending_on_sigterm(), tempfile.TemporaryDirectory(prefix="minigpt-verify-") as folder:
         whole, half, rest = (Path(folder, name) for name in ("whole", "half", "rest"))
         _run(script, [*flags, *few, "--save-every", "0", "--out", str(whole)])
         _run(script, [*flags, *few, "--save-every", str(HALF), "--out", str(half)])
-        _run(script, ["--resume", str(half / f"step-{HALF}"), "--out", str(rest), *flags_of_process])
+        _run(script, ["--resume", str(half / f"step-{HALF}"), "--out", str(rest), *of_this_process])
         if difference := first_difference(whole, rest, HALF, STEPS):
             raise NotExact(f"not exact: {STEPS} steps in one go differ from {HALF} + a new process: {difference}")
         skipped = read_log(whole / "log.csv")[-1].skipped

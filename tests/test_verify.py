@@ -13,6 +13,7 @@ from run import checkpoint, verify
 from run.folder import save
 from run.log import read_log
 from run.verify import first_difference
+from settings import Settings
 from tests.conftest import TINY
 
 FLAGS = f"{TINY} --dtype fp16 --emulation on --dropout 0.1 --accumulation 2 --init-scale 65536"
@@ -98,7 +99,7 @@ def test_sigterm_ends_the_proof_and_clears_its_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(verify, "_run", lambda script, flags: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        verify.verify_resume("train.py", [], [])
+        verify.verify_resume("train.py", [], Settings(device="cpu"))
     assert ended.value.code == 143
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is before

@@ -5,19 +5,19 @@ import shlex
 import sys
 from pathlib import Path
 
-from base.flags import name_of
 from data.batches import Batches
 from model.backends import Hardware, Kernel
 from model.config import GPTConfig, parameter_count
 from model.cost import flops_per_token, peak_flops
 from run.log import Row
-from settings import Settings, flags_with
+from settings import Settings, switches
 from watch.progress import thousands
 
 SCRIPTS = Path(__file__).resolve().parent.parent
 
 
 def header(
+    notes: list[str],
     settings: Settings,
     hardware: Hardware,
     kernel: Kernel,
@@ -27,13 +27,13 @@ def header(
     out: Path,
     first_step: int,
 ) -> str:
-    """Seven lines that say which model is trained, on which device, in which precision, on which text, and where."""
+    """A line for each note, then seven: which model is trained, where, in which precision, and on which text."""
     train_tokens, val_tokens = (len(batches.tokens[split]) for split in ("train", "val"))
     if settings.loss_scaling == "on":
         scaling = f"dynamic loss scale, doubles after {settings.growth_interval} good steps, halves after a bad one"
     else:
         scaling = "off: scale fixed at 1, inf and NaN still skip their step"
-    return (
+    return "".join(f"note    {note}\n" for note in notes) + (
         f"model   {parameter_count(config):,} parameters: {config.n_layer} layers, {config.n_head} heads, "
         f"{config.n_embd} channels, context {config.block_size}, vocabulary {config.vocab_size}\n"
         f"device  {hardware.device}: {hardware.device_name}\n"
@@ -65,11 +65,6 @@ def go_on(settings: Settings, out: Path, done: int) -> str:
     python, script, folder = (quoted(path) for path in (sys.executable, SCRIPTS / "train.py", out))
     more = [f"--steps {2 * done}"] if done == settings.steps else []
     return " ".join([python, script, "--resume", folder, *more, *switches(settings)])
-
-
-def switches(settings: Settings) -> list[str]:
-    """The flags without a value that no checkpoint keeps: a command that goes on has to give them again."""
-    return [name_of(name) for name in flags_with("again") if getattr(settings, name) is True]
 
 
 def quoted(path: str | Path) -> str:
