@@ -147,7 +147,7 @@ class BPETokenizer:
 
         for word in range(len(words)):
             count_pairs(word, +1)
-        tokens = {bytes([byte]): None for byte in range(256)}  # keys, since "ab" + "c" and "a" + "bc" are one token
+        tokens = {bytes([byte]): None for byte in range(256)}  # keys keep their order and hold no token twice
         while len(tokens) < vocab_size and pair_counts:
             highest = max(pair_counts.values())
             most_frequent = [pair for pair, count in pair_counts.items() if count == highest]
