@@ -102,6 +102,27 @@ def test_memory_is_freed_with_the_last_name_without_the_garbage_collector(backwa
         gc.enable()
 
 
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: x.reshape(4, 3),
+        lambda x: x.transpose(),
+        lambda x: x[1:],
+        lambda x: x.sum(0),
+        lambda x: x.mean(0),
+        lambda x: x + 1,
+    ],
+)
+def test_an_op_whose_derivative_needs_no_numbers_keeps_none(op):
+    x = leaf(3, 4)
+    middle = x + 1
+    numbers = weakref.ref(middle.data)
+    y = op(middle) + 1
+    del middle
+    assert numbers() is None
+    y.sum().backward()
+
+
 # ---- random graphs: a program is a list of (op, first, second), numbers of a growing list of values
 
 OPS = {  # of two values and zeros of 2 × 3, which stretch what is smaller
