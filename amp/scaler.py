@@ -1,44 +1,47 @@
 """DynamicLossScaler: keeps fp16 gradients inside fp16's range.
 
-The loss is multiplied by a scale before backward, so that small gradients do not underflow. The gradients are divided
-by the scale before the optimizer sees them. The scaler finds a good scale by itself: an overflow skips the step and
-halves the scale, many good steps in a row double it. In each iteration an optimizer goes READY -> UNSCALED -> STEPPED:
+The loss is multiplied by a scale before backward, so that small gradients do not underflow. The gradients are
+divided by the scale before the optimizer sees them. The scaler finds a good scale by itself: an overflow
+skips the step and halves the scale, many good steps in a row double it. In each iteration an optimizer goes
+READY -> UNSCALED -> STEPPED:
 
     scaler.scale(loss).backward()      # the gradients are `scale` times too large
-    scaler.unscale_(optimizer)         # divides them by the scale and checks them for inf and NaN: the one host read
+    scaler.unscale_(optimizer)         # divides them by the scale; is any inf or NaN? the one host read
     clip_grad_norm_(...)               # optional; it sees the true gradients
     scaler.step(optimizer)             # the optimizer's step, or nothing after an overflow
-    scaler.update()                    # halves the scale or counts towards doubling it; all optimizers are READY again
+    scaler.update()                    # halves the scale or counts towards doubling it; READY again
 
-The file has three parts. LossScaler is the state machine. It knows no framework, and training needs nothing else. Two
-adapters, for torch tensors and NumPy arrays, multiply and check gradients. Below a ruler, DynamicLossScaler adds the
-rest of torch.amp.GradScaler's API. Importing this file imports neither torch nor NumPy.
+The file has three parts. LossScaler is the state machine. It knows no framework, and training needs nothing
+else. Two adapters, for torch tensors and NumPy arrays, multiply and check gradients. Below a ruler,
+DynamicLossScaler adds the rest of torch.amp.GradScaler's API. Importing this file imports neither torch nor
+NumPy.
 
-Sources: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; PyTorch's torch/amp/grad_scaler.py, whose
-decisions and errors are these.
+Sources: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; PyTorch's
+torch/amp/grad_scaler.py, whose decisions and errors are these.
 """
 
 import math
 import struct
 import sys
-from collections.abc import Iterable
 
 READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 
 
 class TooManySkips(RuntimeError):
-    """More steps in a row overflowed than `max_consecutive_skips` allows: a smaller scale cannot save the run."""
+    """More steps in a row overflowed than `max_consecutive_skips` allows. A smaller scale cannot save the run."""
 
 
 class LossScaler:
-    """Dynamic loss scaling for torch optimizers, and for optimizers whose parameters have a NumPy array as `.grad`.
+    """Dynamic loss scaling for optimizers whose parameters' `.grad` is a torch tensor or a NumPy array.
 
-    `min_scale` and `max_scale` bound the scale at all times; None means no bound, as in PyTorch. `update` raises
-    TooManySkips after more than `max_consecutive_skips` iterations with a skip in a row; None means no limit.
+    `min_scale` and `max_scale` bound the scale at all times; None means no bound, as in PyTorch. `update`
+    raises TooManySkips after more than `max_consecutive_skips` iterations with a skip in a row; None means no
+    limit.
 
-    Four attributes tell about skips. `last_step_skipped`: whether the latest `step` was skipped. `skipped_steps`: how
-    many were skipped since the start. `consecutive_skips`: how many iterations in a row had a skip.
-    `overflowed_parameter`: the name of the first parameter with an inf or NaN in the latest overflow, None before any.
+    Four attributes tell about skips. `last_step_skipped`: whether the latest `step` was skipped.
+    `skipped_steps`: how many were skipped since the start. `consecutive_skips`: how many iterations in a row
+    had a skip. `overflowed_parameter`: the name of the first parameter with an inf or NaN in the latest
+    overflow, None before any.
     """
 
     def __init__(
@@ -81,8 +84,9 @@ class LossScaler:
     def unscale_(self, optimizer) -> None:
         """Divides the gradients of `optimizer` by the scale in place, and records whether any was inf or NaN.
 
-        RuntimeError: it was called twice, or after `step`. ValueError: a gradient is stored in fp16. A gradient that
-        overflowed in fp16 storage is lost before anyone can divide it, so the weights must be fp32 master weights.
+        RuntimeError: it was called twice, or after `step`. ValueError: a gradient is stored in fp16. A
+        gradient that overflowed in fp16 storage is lost before anyone can divide it, so the weights must be
+        fp32 master weights.
         """
         stage = self._stages.get(id(optimizer), READY)
         if stage == UNSCALED:
@@ -94,19 +98,20 @@ class LossScaler:
             raise ValueError(
                 "Attempting to unscale FP16 gradients. Keep the weights in fp32 and compute under autocast."
             )
-        # The reciprocal is taken in fp64 and rounded once. The scale is 0 only where PyTorch's rule lets it underflow.
+        # The reciprocal is taken in fp64 and rounded once. Without a min_scale the scale may underflow to 0.
         inverse = _fp32(1.0 / self._scale) if self._scale else math.inf
-        overflow = _multiply_and_check(gradients, inverse) if gradients else None  # the flag that decides all below
+        # This flag decides about the step and the scale.
+        overflow = _multiply_and_check(gradients, inverse) if gradients else None
         if overflow:
-            pairs = zip(names, gradients, strict=True)
-            self.overflowed_parameter = next((name for name, grad in pairs if _multiply_and_check([grad], 1.0)), None)
+            self.overflowed_parameter = _first_overflowed(names, gradients)
         self._overflows[id(optimizer)] = overflow
         self._stages[id(optimizer)] = UNSCALED
 
     def step(self, optimizer, *args, **kwargs):
-        """Returns `optimizer.step(*args, **kwargs)`, or None with nothing touched where a gradient overflowed.
+        """Returns `optimizer.step(*args, **kwargs)`; after an overflow None, with nothing touched.
 
-        It calls `unscale_` first where the caller has not. Fused optimizers, too, are given unscaled gradients.
+        It calls `unscale_` first where the caller has not. Fused optimizers, too, are given unscaled
+        gradients.
         """
         stage = self._stages.get(id(optimizer), READY)
         if stage == STEPPED:
@@ -126,7 +131,7 @@ class LossScaler:
         return result
 
     def update(self) -> None:
-        """Ends the iteration: lowers the scale after an overflow in any optimizer, else counts towards growth.
+        """Ends the iteration. Any optimizer's overflow lowers the scale; else the iteration counts towards growth.
 
         TooManySkips: more iterations in a row overflowed than `max_consecutive_skips` allows.
         """
@@ -182,7 +187,7 @@ class LossScaler:
         self._overflows.clear()
 
     def _bounded(self, scale: float) -> float:
-        """Rounds to fp32 and holds within [min_scale, max_scale]. ValueError: not a finite number, or negative."""
+        """Returns the scale in fp32 within [min_scale, max_scale]. ValueError: it is negative, inf or NaN."""
         scale = _fp32(scale)
         if not 0.0 <= scale < math.inf:
             raise ValueError(f"the loss scale must be a finite number in fp32 and not negative, got {scale}")
@@ -194,7 +199,7 @@ class LossScaler:
 
 
 def _fp32(x: float) -> float:
-    """Rounds to fp32, the precision in which PyTorch keeps the scale. A number beyond fp32's range becomes inf."""
+    """Returns x rounded to fp32, in which PyTorch keeps the scale; inf where x is beyond fp32's range."""
     try:
         return struct.unpack("<f", struct.pack("<f", x))[0]
     except OverflowError:
@@ -206,7 +211,7 @@ def _is_fp16(gradient) -> bool:
 
 
 def _names_and_gradients(optimizer) -> tuple[list[str], list]:
-    """Returns the names and the gradients of all parameters that have a gradient; of a sparse one, its values."""
+    """Returns the names and gradients of the parameters that have a gradient; of a sparse one, its values."""
     names, gradients = [], []
     for number, group in enumerate(optimizer.param_groups):
         places = [f"param_groups[{number}]['params'][{index}]" for index in range(len(group["params"]))]
@@ -216,6 +221,13 @@ def _names_and_gradients(optimizer) -> tuple[list[str], list]:
                 names.append(name)
                 gradients.append(gradient._values() if getattr(gradient, "is_sparse", False) else gradient)
     return names, gradients
+
+
+def _first_overflowed(names: list[str], gradients: list) -> str | None:
+    for name, gradient in zip(names, gradients, strict=True):
+        if _multiply_and_check([gradient], 1.0):
+            return name
+    return None
 
 
 def _multiply_and_check(gradients: list, factor: float) -> bool:
@@ -239,7 +251,7 @@ def _is_tensor(x) -> bool:
 
 
 def _factor_for(loss, scale: float):
-    """Returns the scale as the factor of a loss: for a tensor an fp32 tensor, so that an fp16 loss becomes fp32."""
+    """Returns the factor of a loss. For a tensor it is an fp32 tensor, so that an fp16 loss becomes fp32."""
     if not _is_tensor(loss):
         return scale
     torch = sys.modules["torch"]
@@ -247,7 +259,7 @@ def _factor_for(loss, scale: float):
 
 
 def _multiply_and_check_tensors(tensors: list, factor: float) -> bool:
-    """Uses PyTorch's own primitive: a few kernel launches for all tensors, and one host read for each device."""
+    """Uses PyTorch's primitive for this: a few kernel launches for all tensors, one host read a device."""
     torch = sys.modules["torch"]
     same_kind: dict[tuple, list] = {}
     for tensor in tensors:
@@ -274,11 +286,12 @@ def _multiply_and_check_arrays(arrays: list, factor: float) -> bool:
     return overflow
 
 
-# ======== Training needs nothing below this ruler: it exists so that the API is that of torch.amp.GradScaler. ========
+# ======== Training needs nothing below this ruler: it exists so that the API is that of torch.amp.GradScaler.
+# ========
 
 
 class DynamicLossScaler(LossScaler):
-    """LossScaler with the rest of torch.amp.GradScaler's API. With `enabled=False` every call passes through."""
+    """LossScaler with all of torch.amp.GradScaler's API. With `enabled=False` every call passes through."""
 
     def __init__(
         self,
@@ -306,12 +319,12 @@ class DynamicLossScaler(LossScaler):
             self._scale = 1.0  # whatever the bounds
 
     def scale(self, outputs):
-        """Scales a loss, or each loss in nested lists and tuples. Another iterable of losses becomes an iterator."""
+        """Scales a loss, or each loss in nested lists and tuples. Another iterable becomes an iterator."""
         if not self._enabled:
             return outputs
         if hasattr(outputs, "backward"):
             return super().scale(outputs)
-        if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes)):
+        if not hasattr(outputs, "__iter__") or isinstance(outputs, (str, bytes)):
             raise ValueError(f"outputs must be a loss or an iterable of losses, got {type(outputs).__name__}")
         scaled = map(self.scale, outputs)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
@@ -321,7 +334,7 @@ class DynamicLossScaler(LossScaler):
             super().unscale_(optimizer)
 
     def step(self, optimizer, *args, **kwargs):
-        """Returns what LossScaler.step returns. RuntimeError: the optimizer's step was to be given a closure."""
+        """Returns what LossScaler.step returns. RuntimeError: a closure was given."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or any(callable(arg) for arg in args):
@@ -331,7 +344,7 @@ class DynamicLossScaler(LossScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale=None) -> None:
-        """Ends the iteration. `new_scale`, a number or a tensor of one element, becomes the scale; no counter moves."""
+        """Ends the iteration. A `new_scale`, a number or a tensor of one element, becomes the scale instead."""
         if not self._enabled:
             return
         if new_scale is None:
@@ -367,7 +380,7 @@ class DynamicLossScaler(LossScaler):
         return super().state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Restores a state of ours or of GradScaler. RuntimeError: the state is empty, from a disabled scaler."""
+        """Restores a state, ours or GradScaler's. RuntimeError: it is empty, from a disabled scaler."""
         if not self._enabled:
             return
         if not state_dict:
