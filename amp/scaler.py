@@ -1,51 +1,297 @@
 """DynamicLossScaler: keeps fp16 gradients inside fp16's range.
 
-The loss is multiplied by a scale before backward, so that small gradients do not underflow; the gradients are divided
-by it before the optimizer sees them. The scale finds itself: an overflow skips the step and halves the scale, a run of
-good steps doubles it. Per iteration an optimizer goes READY -> UNSCALED -> STEPPED, and update() starts over:
+The loss is multiplied by a scale before backward, so that small gradients do not underflow. The gradients are
+divided by the scale before the optimizer sees them. The scaler finds a good scale by itself: an overflow
+skips the step and halves the scale, many good steps in a row double it. In each iteration an optimizer goes
+READY -> UNSCALED -> STEPPED:
 
-    scaler.scale(loss).backward()      # gradients are scale times too large
-    scaler.unscale_(optimizer)         # divide by the scale; was any of them inf or NaN? (the one host read)
-    clip_grad_norm_(...)               # optional, on true gradients
-    scaler.step(optimizer)             # the optimizer's step, or nothing at all
-    scaler.update()                    # back off or count towards growth
+    scaler.scale(loss).backward()      # the gradients are `scale` times too large
+    scaler.unscale_(optimizer)         # divides them by the scale; is any inf or NaN? the one host read
+    clip_grad_norm_(...)               # optional; it sees the true gradients
+    scaler.step(optimizer)             # the optimizer's step, or nothing after an overflow
+    scaler.update()                    # halves the scale or counts towards doubling it; READY again
 
-API and decisions are torch.amp.GradScaler's, errors included. Sources: Micikevicius et al. 2018, section 3.2; PyTorch.
+The file has three parts. LossScaler is the state machine. It knows no framework, and training needs nothing
+else. Two adapters, for torch tensors and NumPy arrays, multiply and check gradients. Below a ruler,
+DynamicLossScaler adds the rest of torch.amp.GradScaler's API. Importing this file imports neither torch nor
+NumPy.
+
+Sources: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; PyTorch's
+torch/amp/grad_scaler.py, whose decisions and errors are these.
 """
 
 import math
+import struct
 import sys
-from collections.abc import Iterable
-
-import numpy as np
 
 READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 
 
 class TooManySkips(RuntimeError):
-    """More consecutive overflows than `max_consecutive_skips`: the run diverged, a smaller scale cannot save it."""
+    """More steps in a row overflowed than `max_consecutive_skips` allows. A smaller scale cannot save the run."""
+
+
+class LossScaler:
+    """Dynamic loss scaling for optimizers whose parameters' `.grad` is a torch tensor or a NumPy array.
+
+    `min_scale` and `max_scale` bound the scale at all times; None means no bound, as in PyTorch. `update`
+    raises TooManySkips after more than `max_consecutive_skips` iterations with a skip in a row; None means no
+    limit.
+
+    Four attributes tell about skips. `last_step_skipped`: whether the latest `step` was skipped.
+    `skipped_steps`: how many were skipped since the start. `consecutive_skips`: how many iterations in a row
+    had a skip. `overflowed_parameter`: the name of the first parameter with an inf or NaN in the latest
+    overflow, None before any.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**15,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        min_scale: float | None = 1.0,
+        max_scale: float | None = None,
+        max_consecutive_skips: int | None = None,
+    ):
+        if not growth_factor > 1.0:
+            raise AssertionError(f"The growth factor must be > 1.0, got {growth_factor}.")
+        if not backoff_factor < 1.0:
+            raise AssertionError(f"The backoff factor must be < 1.0, got {backoff_factor}.")
+        bounds = [_fp32(bound) for bound in (min_scale, max_scale) if bound is not None]
+        if bounds != sorted(bounds) or not all(0.0 <= bound < math.inf for bound in bounds):
+            raise ValueError(f"min_scale {min_scale} and max_scale {max_scale} must be finite, not negative, in order")
+        self.min_scale = min_scale
+        self.max_scale = max_scale
+        self.max_consecutive_skips = max_consecutive_skips
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._growth_tracker = 0  # iterations without an overflow since the scale last changed
+        self._scale = self._bounded(init_scale)
+        self._stages: dict[int, str] = {}  # by id(optimizer); an optimizer that is not in it is READY
+        self._overflows: dict[int, bool | None] = {}  # by id(optimizer); None: it had no gradients to check
+        self.last_step_skipped = False
+        self.skipped_steps = 0
+        self.consecutive_skips = 0
+        self.overflowed_parameter: str | None = None
+
+    def scale(self, outputs):
+        """Returns the loss `outputs` times the scale. Shape and device stay."""
+        return outputs * _factor_for(outputs, self._scale)
+
+    def unscale_(self, optimizer) -> None:
+        """Divides the gradients of `optimizer` by the scale in place, and records whether any was inf or NaN.
+
+        RuntimeError: it was called twice, or after `step`. ValueError: a gradient is stored in fp16. A
+        gradient that overflowed in fp16 storage is lost before anyone can divide it, so the weights must be
+        fp32 master weights.
+        """
+        stage = self._stages.get(id(optimizer), READY)
+        if stage == UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if stage == STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        names, gradients = _names_and_gradients(optimizer)
+        if any(map(_is_fp16, gradients)):
+            raise ValueError(
+                "Attempting to unscale FP16 gradients. Keep the weights in fp32 and compute under autocast."
+            )
+        # The reciprocal is taken in fp64 and rounded once. Without a min_scale the scale may underflow to 0.
+        inverse = _fp32(1.0 / self._scale) if self._scale else math.inf
+        # This flag decides about the step and the scale.
+        overflow = _multiply_and_check(gradients, inverse) if gradients else None
+        if overflow:
+            self.overflowed_parameter = _first_overflowed(names, gradients)
+        self._overflows[id(optimizer)] = overflow
+        self._stages[id(optimizer)] = UNSCALED
+
+    def step(self, optimizer, *args, **kwargs):
+        """Returns `optimizer.step(*args, **kwargs)`; after an overflow None, with nothing touched.
+
+        It calls `unscale_` first where the caller has not. Fused optimizers, too, are given unscaled
+        gradients.
+        """
+        stage = self._stages.get(id(optimizer), READY)
+        if stage == STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if stage == READY:
+            self.unscale_(optimizer)
+        overflow = self._overflows[id(optimizer)]
+        if overflow is None:
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: none of its parameters has a gradient. "
+                "Was backward() called, are the parameters frozen, or do they belong to another model?"
+            )
+        self.last_step_skipped = overflow
+        self.skipped_steps += overflow
+        result = None if overflow else optimizer.step(*args, **kwargs)
+        self._stages[id(optimizer)] = STEPPED
+        return result
+
+    def update(self) -> None:
+        """Ends the iteration. Any optimizer's overflow lowers the scale; else the iteration counts towards growth.
+
+        TooManySkips: more iterations in a row overflowed than `max_consecutive_skips` allows.
+        """
+        overflows = [overflow for overflow in self._overflows.values() if overflow is not None]
+        if not overflows:
+            raise AssertionError("No inf checks were recorded prior to update: call step() or unscale_() first.")
+        if any(overflows):
+            self._scale = self._bounded(self._scale * self._backoff_factor)
+            self._growth_tracker = 0
+            self.consecutive_skips += 1
+        else:
+            self._growth_tracker += 1
+            self.consecutive_skips = 0
+            if self._growth_tracker == self._growth_interval:
+                grown = _fp32(self._scale * self._growth_factor)
+                self._scale = self._bounded(grown) if grown < math.inf else self._scale
+                self._growth_tracker = 0
+        self._start_over()
+        limit = self.max_consecutive_skips
+        if limit is not None and self.consecutive_skips > limit:
+            raise TooManySkips(
+                f"{self.consecutive_skips} steps in a row had an inf or NaN gradient, the last in "
+                f"{self.overflowed_parameter}; the loss scale is down to {self._scale:g}: lower the learning rate"
+            )
+
+    def get_scale(self) -> float:
+        """Returns the current scale, an fp32 value."""
+        return self._scale
+
+    def state_dict(self) -> dict:
+        """Returns the five entries of GradScaler's state, so that either can load the other's."""
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._growth_tracker,
+        }
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Restores a `state_dict()`. An entry that is missing or bad raises before anything changes."""
+        scale = self._bounded(state_dict["scale"])
+        growth_factor, backoff_factor = state_dict["growth_factor"], state_dict["backoff_factor"]
+        growth_interval, growth_tracker = state_dict["growth_interval"], state_dict["_growth_tracker"]
+        self._scale = scale
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._growth_tracker = growth_tracker
+
+    def _start_over(self) -> None:
+        self._stages.clear()
+        self._overflows.clear()
+
+    def _bounded(self, scale: float) -> float:
+        """Returns the scale in fp32 within [min_scale, max_scale]. ValueError: it is negative, inf or NaN."""
+        scale = _fp32(scale)
+        if not 0.0 <= scale < math.inf:
+            raise ValueError(f"the loss scale must be a finite number in fp32 and not negative, got {scale}")
+        if self.min_scale is not None:
+            scale = max(scale, _fp32(self.min_scale))
+        if self.max_scale is not None:
+            scale = min(scale, _fp32(self.max_scale))
+        return scale
 
 
 def _fp32(x: float) -> float:
-    """Rounds to fp32, the precision in which PyTorch keeps the scale; beyond its range the result is inf."""
-    with np.errstate(over="ignore"):
-        return float(np.float32(x))
+    """Returns x rounded to fp32, in which PyTorch keeps the scale; inf where x is beyond fp32's range."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", x))[0]
+    except OverflowError:
+        return math.copysign(math.inf, x)
 
 
-def _is_torch(x) -> bool:
+def _is_fp16(gradient) -> bool:
+    return str(gradient.dtype) in ("float16", "torch.float16")
+
+
+def _names_and_gradients(optimizer) -> tuple[list[str], list]:
+    """Returns the names and gradients of the parameters that have a gradient; of a sparse one, its values."""
+    names, gradients = [], []
+    for number, group in enumerate(optimizer.param_groups):
+        places = [f"param_groups[{number}]['params'][{index}]" for index in range(len(group["params"]))]
+        for name, parameter in zip(group.get("param_names") or places, group["params"], strict=True):
+            gradient = parameter.grad
+            if gradient is not None:
+                names.append(name)
+                gradients.append(gradient._values() if getattr(gradient, "is_sparse", False) else gradient)
+    return names, gradients
+
+
+def _first_overflowed(names: list[str], gradients: list) -> str | None:
+    for name, gradient in zip(names, gradients, strict=True):
+        if _multiply_and_check([gradient], 1.0):
+            return name
+    return None
+
+
+def _multiply_and_check(gradients: list, factor: float) -> bool:
+    """Multiplies all gradients by `factor` in place; returns whether any value was inf or NaN before.
+
+    A finite gradient that is huge is no overflow, even where the sum of its values would be.
+    """
+    tensors = [gradient for gradient in gradients if _is_tensor(gradient)]
+    arrays = [gradient for gradient in gradients if not _is_tensor(gradient)]
+    tensors_overflow = _multiply_and_check_tensors(tensors, factor) if tensors else False
+    arrays_overflow = _multiply_and_check_arrays(arrays, factor) if arrays else False
+    return tensors_overflow or arrays_overflow
+
+
+# ---- the adapter for torch tensors: it finds torch where the caller has imported it
+
+
+def _is_tensor(x) -> bool:
     torch = sys.modules.get("torch")  # where torch was never imported nothing can be a tensor
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-class DynamicLossScaler:
-    """Dynamic loss scaling for torch optimizers and for any optimizer whose parameters have a NumPy `.grad`.
+def _factor_for(loss, scale: float):
+    """Returns the factor of a loss. For a tensor it is an fp32 tensor, so that an fp16 loss becomes fp32."""
+    if not _is_tensor(loss):
+        return scale
+    torch = sys.modules["torch"]
+    return torch.full((), scale, dtype=torch.float32, device=loss.device)
 
-    `min_scale` and `max_scale` bound the scale at all times (None: no bound, as in PyTorch). `max_consecutive_skips`
-    (None: no limit) makes `update` raise TooManySkips. `enabled=False` turns every call into a pass-through.
 
-    To look at: `last_step_skipped` (of the latest `step`), `skipped_steps` (since the start), `consecutive_skips`, and
-    `overflowed_parameter`, the first parameter with an inf or NaN gradient in the latest overflow (None before any).
-    """
+def _multiply_and_check_tensors(tensors: list, factor: float) -> bool:
+    """Uses PyTorch's primitive for this: a few kernel launches for all tensors, one host read a device."""
+    torch = sys.modules["torch"]
+    same_kind: dict[tuple, list] = {}
+    for tensor in tensors:
+        same_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    overflow_flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device, _ in same_kind}
+    for (device, _), group in same_kind.items():
+        factor_on_device = torch.full((), factor, dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, overflow_flags[device], factor_on_device)
+    return any(bool(flag) for flag in overflow_flags.values())
+
+
+# ---- the adapter for NumPy arrays
+
+
+def _multiply_and_check_arrays(arrays: list, factor: float) -> bool:
+    import numpy as np
+
+    overflow = False
+    with np.errstate(over="ignore", invalid="ignore"):
+        for array in arrays:
+            overflow = overflow or not np.isfinite(array).all()
+            if factor != 1.0:  # with a scale held at 1 only the check is left
+                np.multiply(array, array.dtype.type(factor), out=array)
+    return overflow
+
+
+# ======== Training needs nothing below this ruler: it exists so that the API is that of torch.amp.GradScaler.
+# ========
+
+
+class DynamicLossScaler(LossScaler):
+    """LossScaler with all of torch.amp.GradScaler's API. With `enabled=False` every call passes through."""
 
     def __init__(
         self,
@@ -59,138 +305,55 @@ class DynamicLossScaler:
         max_scale: float | None = None,
         max_consecutive_skips: int | None = None,
     ):
-        if enabled and not growth_factor > 1.0:
-            raise AssertionError(f"The growth factor must be > 1.0, got {growth_factor}.")
-        if enabled and not backoff_factor < 1.0:
-            raise AssertionError(f"The backoff factor must be < 1.0, got {backoff_factor}.")
-        lowest, highest = 0.0 if min_scale is None else _fp32(min_scale), 0.0 if max_scale is None else _fp32(max_scale)
-        if not (0.0 <= lowest < math.inf and 0.0 <= highest < math.inf) or (max_scale is not None and lowest > highest):
-            raise ValueError(f"min_scale {min_scale} and max_scale {max_scale} must be finite, not negative, in order")
+        super().__init__(
+            init_scale if enabled else 1.0,
+            growth_factor if enabled else 2.0,
+            backoff_factor if enabled else 0.5,
+            growth_interval,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            max_consecutive_skips=max_consecutive_skips,
+        )
         self._enabled = enabled
-        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
-        self._growth_interval, self._growth_tracker = growth_interval, 0
-        self.min_scale, self.max_scale, self.max_consecutive_skips = min_scale, max_scale, max_consecutive_skips
-        self._scale = self._bounded(init_scale) if enabled else 1.0
-        self._stages: dict[int, str] = {}  # id(optimizer) -> UNSCALED or STEPPED; absent: READY
-        self._overflows: dict[int, bool | None] = {}  # id(optimizer) -> found inf or NaN? None: no gradients
-        self.last_step_skipped, self.skipped_steps, self.consecutive_skips = False, 0, 0
-        self.overflowed_parameter: str | None = None
-
-    def _bounded(self, scale: float) -> float:
-        """An fp32 value within [min_scale, max_scale]; ValueError where that is no finite number >= 0."""
-        scale = _fp32(scale)
-        if not 0.0 <= scale < math.inf:
-            raise ValueError(f"the loss scale must be a finite number in fp32 and not negative, got {scale}")
-        if self.min_scale is not None:
-            scale = max(scale, _fp32(self.min_scale))
-        if self.max_scale is not None:
-            scale = min(scale, _fp32(self.max_scale))
-        return scale
-
-    # ---- scale -> unscale_ -> step -> update
+        if not enabled:
+            self._scale = 1.0  # whatever the bounds
 
     def scale(self, outputs):
-        """Multiplies a loss, or each loss in nested lists and tuples, by the scale. Shapes and devices are kept."""
+        """Scales a loss, or each loss in nested lists and tuples. Another iterable becomes an iterator."""
         if not self._enabled:
             return outputs
-        if _is_torch(outputs):  # a tensor of no dimensions promotes as PyTorch's scale does: an fp16 loss becomes fp32
-            torch = sys.modules["torch"]
-            return outputs * torch.full((), self._scale, dtype=torch.float32, device=outputs.device)
         if hasattr(outputs, "backward"):
-            return outputs * self._scale
-        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
-            scaled = map(self.scale, outputs)
-            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
-        raise ValueError(f"outputs must be a loss or an iterable of losses, got {type(outputs).__name__}")
+            return super().scale(outputs)
+        if not hasattr(outputs, "__iter__") or isinstance(outputs, (str, bytes)):
+            raise ValueError(f"outputs must be a loss or an iterable of losses, got {type(outputs).__name__}")
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     def unscale_(self, optimizer) -> None:
-        """Divides the gradients of `optimizer` by the scale in place, and records whether any was inf or NaN.
-
-        Raises RuntimeError when called twice or after `step`, ValueError for fp16 gradients: keep fp32 master weights,
-        since a gradient that overflowed in fp16 storage is lost before anyone can divide it.
-        """
-        if not self._enabled:
-            return
-        stage = self._stages.get(id(optimizer), READY)
-        if stage == UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if stage == STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
-        # The reciprocal is taken in fp64 and rounded once; only PyTorch's rule (min_scale=None) lets the scale reach 0.
-        inverse = _fp32(1.0 / self._scale) if self._scale else math.inf
-        gradients = list(_gradients(optimizer))
-        if any(str(grad.dtype).removeprefix("torch.") == "float16" for _, grad in gradients):
-            raise ValueError(
-                "Attempting to unscale FP16 gradients. Keep the weights in fp32 and compute under autocast."
-            )
-        overflow = _divide_and_check([grad for _, grad in gradients], inverse) if gradients else None
-        if overflow:
-            self.overflowed_parameter = next((name for name, grad in gradients if not _all_finite(grad)), None)
-        self._stages[id(optimizer)], self._overflows[id(optimizer)] = UNSCALED, overflow
+        if self._enabled:
+            super().unscale_(optimizer)
 
     def step(self, optimizer, *args, **kwargs):
-        """`optimizer.step(*args, **kwargs)` and its result, or None with nothing touched if a gradient overflowed.
-
-        Calls `unscale_` first where the caller has not. A fused optimizer is given unscaled gradients like any other.
-        """
+        """Returns what LossScaler.step returns. RuntimeError: a closure was given."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or any(callable(arg) for arg in args):
             raise RuntimeError(
                 "Closure use is not supported: a closure would compute gradients that were never unscaled."
             )
-        stage = self._stages.get(id(optimizer), READY)
-        if stage == STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        if stage == READY:
-            self.unscale_(optimizer)
-        if self._overflows[id(optimizer)] is None:
-            raise AssertionError(
-                "No inf checks were recorded for this optimizer: none of its parameters has a gradient. "
-                "Was backward() called, are the parameters frozen, or do they belong to another model?"
-            )
-        self.last_step_skipped = self._overflows[id(optimizer)]
-        self.skipped_steps += self.last_step_skipped
-        result = None if self.last_step_skipped else optimizer.step(*args, **kwargs)
-        self._stages[id(optimizer)] = STEPPED
-        return result
+        return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale=None) -> None:
-        """Ends the iteration: backs off after an overflow in any optimizer, else counts towards growth.
-
-        `new_scale` (a float, or a tensor of one element) sets the scale instead and leaves the counter alone.
-        """
+        """Ends the iteration. A `new_scale`, a number or a tensor of one element, becomes the scale instead."""
         if not self._enabled:
             return
-        overflows = [found for found in self._overflows.values() if found is not None]
-        if new_scale is not None:
-            if _is_torch(new_scale) and (new_scale.numel() != 1 or new_scale.requires_grad):
-                raise AssertionError("new_scale must be a float or a tensor of one element that needs no gradient.")
-            self._scale = self._bounded(float(new_scale))
-        elif not overflows:
-            raise AssertionError("No inf checks were recorded prior to update: call step() or unscale_() first.")
-        elif any(overflows):
-            self._scale = self._bounded(self._scale * self._backoff_factor)
-            self._growth_tracker, self.consecutive_skips = 0, self.consecutive_skips + 1
-        else:
-            self._growth_tracker, self.consecutive_skips = self._growth_tracker + 1, 0
-            if self._growth_tracker == self._growth_interval:
-                grown = _fp32(self._scale * self._growth_factor)
-                self._scale = self._bounded(grown) if grown < math.inf else self._scale
-                self._growth_tracker = 0
-        self._stages.clear()
-        self._overflows.clear()
-        limit = self.max_consecutive_skips
-        if new_scale is None and limit is not None and self.consecutive_skips > limit:
-            raise TooManySkips(
-                f"{self.consecutive_skips} steps in a row had an inf or NaN gradient, the last in "
-                f"{self.overflowed_parameter}; the loss scale is down to {self._scale:g}: lower the learning rate"
-            )
-
-    # ---- settings and state
-
-    def get_scale(self) -> float:
-        return self._scale
+        if new_scale is None:
+            super().update()
+            return
+        if _is_tensor(new_scale) and (new_scale.numel() != 1 or new_scale.requires_grad):
+            raise AssertionError("new_scale must be a float or a tensor of one element that needs no gradient.")
+        self._scale = self._bounded(float(new_scale))
+        self._start_over()
 
     def get_growth_factor(self) -> float:
         return self._growth_factor
@@ -214,69 +377,17 @@ class DynamicLossScaler:
         return self._enabled
 
     def state_dict(self) -> dict:
-        """The five entries of GradScaler's state, so that states go either way; empty when disabled."""
-        if not self._enabled:
-            return {}
-        return {
-            "scale": self._scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._growth_tracker,
-        }
+        return super().state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Restores `state_dict()`, ours or GradScaler's. RuntimeError where it is empty, from a disabled scaler."""
+        """Restores a state, ours or GradScaler's. RuntimeError: it is empty, from a disabled scaler."""
         if not self._enabled:
             return
         if not state_dict:
             raise RuntimeError("The source state dict is empty, possibly because it was saved from a disabled scaler.")
-        scale, factors = self._bounded(state_dict["scale"]), (state_dict["growth_factor"], state_dict["backoff_factor"])
-        interval, tracker = state_dict["growth_interval"], state_dict["_growth_tracker"]
-        self._scale, (self._growth_factor, self._backoff_factor) = scale, factors
-        self._growth_interval, self._growth_tracker = interval, tracker
+        super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict:
-        if self._stages:  # ids of optimizers mean nothing in another process
+        if self._stages:  # the ids of optimizers mean nothing in another process
             raise AssertionError("A scaler may only be pickled at the beginning of an iteration or after update().")
         return self.__dict__.copy()
-
-
-# ---- gradients: torch tensors (dense or sparse) and NumPy arrays
-
-
-def _gradients(optimizer):
-    """Yields (name, gradient) of every parameter that has one; of a sparse gradient, its values."""
-    for g, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"param_groups[{g}]['params'][{p}]" for p in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
-            grad = parameter.grad
-            if grad is not None:
-                yield name, grad._values() if getattr(grad, "is_sparse", False) else grad
-
-
-def _divide_and_check(grads: list, inverse: float) -> bool:
-    """grad *= inverse for all; True if any value was inf or NaN before. Huge finite values are no overflow."""
-    overflow = False
-    for array in (grad for grad in grads if not _is_torch(grad)):
-        overflow |= not _all_finite(array)
-        if inverse != 1.0:  # of a scale held at 1 only the check is left
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.multiply(array, array.dtype.type(inverse), out=array)
-    tensors = [grad for grad in grads if _is_torch(grad)]
-    if not tensors:
-        return overflow
-    torch = sys.modules["torch"]
-    groups: dict[tuple, list] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    found = {device: torch.zeros((), dtype=torch.float32, device=device) for device, _ in groups}
-    for (device, _), same in groups.items():
-        # Check and product in one pass over all tensors: PyTorch's primitive for just this, a few launches on CUDA.
-        factor = torch.full((), inverse, dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found[device], factor)
-    return overflow | any(bool(flag) for flag in found.values())  # one host read per device
-
-
-def _all_finite(grad) -> bool:
-    return bool(grad.isfinite().all()) if _is_torch(grad) else bool(np.isfinite(grad).all())
