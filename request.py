@@ -102,7 +102,6 @@ def derived(settings: Settings, hardware: Hardware) -> Settings:
         device=hardware.device,
         dtype=hardware.dtype,
         loss_scaling=scaling if settings.loss_scaling == "auto" else settings.loss_scaling,
-        min_lr=settings.lr / 10 if settings.min_lr is None else settings.min_lr,
         save_every=settings.eval_every if settings.save_every is None else settings.save_every,
     )
 
@@ -255,7 +254,7 @@ def _folder_faults(s: Settings, flags: dict[str, Any], resume_from: Path | None)
         kind = "not writable" if existing.is_dir() else "not a folder"
         faults.append(f"--out {out}: cannot be written, {existing} is {kind}")
     if resumed_run and out.absolute() == resumed_run.absolute():
-        step = checkpoint.STEP_FOLDER.fullmatch(resume_from.name)
+        step = checkpoint.STEP_FOLDER.fullmatch(resume_from.name) if resume_from else None
         newer = intact_after(resumed_run, int(step[1])) if step else None
         if newer:
             faults.append(f"--resume {resume_from}: {newer.name} is newer: go on in another folder with --out")

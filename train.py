@@ -114,8 +114,8 @@ def begin(request: Request) -> Iterator[Run]:
     """Reads text and checkpoint, builds model and scaler, opens the run folder and says what will be trained."""
     settings, hardware, resume_from = request.settings, request.hardware, request.resume_from
     arrays, description, manifest = checkpoint.load(resume_from) if resume_from else ({}, {}, {})
-    corpus = load_corpus(settings.corpus, fall_back=not manifest)
-    if manifest:
+    corpus = load_corpus(settings.corpus, fall_back=not resume_from)
+    if resume_from:
         resume.check(settings, manifest, corpus, resume_from)
         tokenizer = tokenizers.load_tokenizer(description)
     else:
@@ -127,7 +127,7 @@ def begin(request: Request) -> Iterator[Run]:
     scaler = resume.build_scaler(settings, manifest)
     versions = backends.versions()
     first_step, best_val, notes = manifest.get("step", 0), resume.best_of(manifest), [*request.notes, *corpus.notes]
-    if manifest:
+    if resume_from:
         backend.load_state(arrays)
         notes += checkpoint.notes(resume_from, manifest)
         notes += resume.notes(settings, request.asked, hardware, backend.kernel, versions, manifest)
@@ -178,7 +178,7 @@ def end(run: Run, row: Row) -> None:
         raise NotSaved(f"{run.saver.fault}; earlier checkpoints are as they were")
     if run.stop.signal:
         raise Stopped(run.stop.signal, f"{run.saver.state_of(row)}; go on with: {words.go_on(settings, out, row.step)}")
-    if not math.isfinite(row.val):
+    if row.val is None or not math.isfinite(row.val):
         raise Diverged(f"the validation loss is {row.val}: lower --lr; the log is {out / 'log.csv'}")
     say(words.end(settings, run.config, run.request.hardware, row, run.clock.mean_tokens_per_second(row.step), out))
     drawn = generate(run.backend.decoder("bf16"), start_of_text(run.tokenizer), run.config.block_size, SAMPLE_TOKENS)

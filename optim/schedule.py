@@ -3,14 +3,16 @@
 import math
 
 
-def learning_rate(step: int, steps: int, lr: float, min_lr: float, warmup: int) -> float:
-    """Learning rate of `step` (0 to steps - 1). The first is above 0, the last is `min_lr` (of one step only: `lr`).
+def learning_rate(step: int, steps: int, lr: float, min_lr: float | None, warmup: int) -> float:
+    """The learning rate of `step` (0 to steps - 1). The first is above 0, the last is `min_lr` (`lr` of one step only).
 
-    `warmup` steps climb to `lr` in equal parts; a warm-up longer than the run ends one step before it.
+    `warmup` steps climb to `lr` in equal parts; a warm-up longer than the run ends one step before it. min_lr: None
+    means a tenth of `lr`.
     """
     warmup = min(warmup, steps - 1)
     if step < warmup:
         return lr * (step + 1) / warmup
     decay_steps = steps - 1 - warmup
     progress = (step - warmup) / decay_steps if decay_steps else float(steps > 1)
-    return min_lr + 0.5 * (lr - min_lr) * (1 + math.cos(math.pi * progress))
+    last_lr = lr / 10 if min_lr is None else min_lr
+    return last_lr + 0.5 * (lr - last_lr) * (1 + math.cos(math.pi * progress))

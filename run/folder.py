@@ -204,7 +204,7 @@ class Saver:
         if not math.isfinite(row.loss if row.val is None else row.val):
             return
         best = self.is_best(row.val)
-        best_val = row.val if best else self.best_val
+        best_val = row.val if best and row.val is not None else self.best_val
         manifest = self.about | resume.state_of(scaler, best_val)
         try:
             save(self.out, row.step, state(), self.config, self.tokenizer, manifest, best, self.replace)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from base.errors import BadInput, say
 
@@ -129,7 +129,8 @@ def _row(cells: dict[str, str]) -> Row:
     """One row from its text. ValueError where a cell is not a number, or there are more or fewer cells than columns."""
     if None in cells or None in cells.values():
         raise ValueError("a row with more or fewer cells than there are columns")
-    row = Row(**{column: _value(column, cells.get(column, "")) for column in Row._fields})
+    values: dict[str, Any] = {column: _value(column, cells.get(column, "")) for column in Row._fields}
+    row = Row(**values)
     if row.step is None:
         raise ValueError("a row without its step")
     if row.seconds is not None and not math.isfinite(row.seconds):

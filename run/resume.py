@@ -36,8 +36,7 @@ def notes(
     changed = {n: f"{name_of(n)} {asked[n]} (was {was[n]})" for n in asked if asked[n] != was[n]}
     step, lines = manifest["step"], []
     if schedule := [line for name, line in changed.items() if name in flags_with("schedule")]:
-        min_lr = was["lr"] / 10 if was["min_lr"] is None else was["min_lr"]
-        before = learning_rate(step - 1, was["steps"], was["lr"], min_lr, was["warmup"])
+        before = learning_rate(step - 1, was["steps"], was["lr"], was["min_lr"], was["warmup"])
         after = learning_rate(step, settings.steps, settings.lr, settings.min_lr, settings.warmup)
         rates = f"the learning rate goes from {before:.1e} to {after:.1e} at step {step + 1}"
         lines.append(f"{', '.join(schedule)}: {rates}")

@@ -69,3 +69,9 @@ def test_every_schedule_starts_above_0_peaks_at_lr_and_ends_at_min_lr(steps, war
     assert climb == pytest.approx([lr * (k + 1) / peak for k in range(peak)], rel=1e-12)
     assert all(later <= earlier for earlier, later in pairwise(decline)), curve
     assert min(decline) >= min_lr
+
+
+def test_the_last_rate_is_a_tenth_of_the_highest_unless_it_is_given():
+    assert [learning_rate(step, 10, 1.0, None, 2) for step in range(10)] == [
+        learning_rate(step, 10, 1.0, 0.1, 2) for step in range(10)
+    ]

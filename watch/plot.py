@@ -48,11 +48,12 @@ def _draw_validation(axes, rows: list[Row]) -> None:
     """Validation losses with their standard errors; the best one is written beside its point."""
     if not rows:
         return
-    steps, losses, errors = zip(*((row.step, row.val, row.val_error) for row in rows), strict=True)
+    points = [(row.step, row.val) for row in rows if row.val is not None]
+    steps, losses = zip(*points, strict=True)
     style = dict(color="tab:orange", marker="o", capsize=3, label="validation ± standard error")
-    axes.errorbar(steps, losses, yerr=errors, **style)
-    best = min(rows, key=lambda row: math.inf if math.isnan(row.val) else row.val)
-    axes.annotate(f"{best.val:.3f}", (best.step, best.val), textcoords="offset points", xytext=(0, 8), ha="center")
+    axes.errorbar(steps, losses, yerr=[row.val_error for row in rows], **style)
+    step, best = min(points, key=lambda point: math.inf if math.isnan(point[1]) else point[1])
+    axes.annotate(f"{best:.3f}", (step, best), textcoords="offset points", xytext=(0, 8), ha="center")
 
 
 def _draw_skips(axes, rows: list[Row]) -> None:
