@@ -128,6 +128,15 @@ def test_products_use_a_weight_s_16_bit_shadow_and_the_optimizer_its_fp32_master
     np.testing.assert_allclose(weight.data, master - 0.02, rtol=1e-4, atol=1e-4)
 
 
+def test_a_weight_is_rounded_anew_for_a_dtype_that_is_not_its_shadow_s():
+    weight, x = Weight(standard_normal(4, 5), "bf16"), Tensor(np.eye(5, dtype=np.float32))
+    with autocast("fp16"):
+        np.testing.assert_array_equal(ops.linear(x, weight).data, round_to(weight.data, "fp16").T)
+    weight.shadow[...] = 0
+    with autocast("bf16"):
+        np.testing.assert_array_equal(ops.linear(x, weight).data, np.zeros((5, 4)))  # here the shadow itself
+
+
 def test_fp64_is_not_rounded():
     x, w = standard_normal(3, 5).astype(np.float64), standard_normal(2, 5, seed=1).astype(np.float64)
     with autocast("bf16"):

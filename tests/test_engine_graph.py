@@ -38,6 +38,14 @@ def test_a_tensor_used_at_several_depths_gets_the_sum_of_all_gradients():
     np.testing.assert_allclose(x.grad, 8 * v**3 + 4 * v * np.exp(2 * v * v) + 2 * v, rtol=1e-12)
 
 
+def test_adding_to_a_gradient_leaves_the_array_that_another_tensor_shares_with_it():
+    x, y = leaf(3), leaf(3, seed=1)
+    older = x * 2
+    (older + (x + y)).backward(np.ones(3))  # x and y get the same array from x + y, and x gets more from `older`
+    np.testing.assert_array_equal(x.grad, np.full(3, 3.0))
+    np.testing.assert_array_equal(y.grad, np.ones(3))
+
+
 @pytest.mark.parametrize(("shape", "other"), [((3,), (2, 3)), ((2, 1), (2, 3)), ((), (2, 3)), ((1, 1), (4, 2, 3))])
 def test_a_tensor_that_numpy_stretched_gets_a_gradient_of_its_own_shape(shape, other):
     x = leaf(*shape)

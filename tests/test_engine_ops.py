@@ -205,6 +205,22 @@ def test_a_later_token_does_not_change_the_attention_of_earlier_ones():
     np.testing.assert_array_equal(ops.attention(Tensor(qkv)).data[:, :, :2], before[:, :, :2])
 
 
+def test_sum_losses_has_the_gradients_of_its_losses_added_in_their_order():
+    def leaves_and_losses():
+        x, y = (Tensor(array, requires_grad=True) for array in draw([(50,), (50,)], np.float32))
+        return (x, y), [(x * scale).tanh().sum() for scale in (0.3, 0.7, 1.1)] + [(x * y).sum()]
+
+    expected, losses = leaves_and_losses()
+    for loss in losses:
+        loss.backward()
+    found, again = leaves_and_losses()
+    total = ops.sum_losses(again)
+    total.backward()
+    assert total.item() == pytest.approx(sum(loss.item() for loss in losses), rel=1e-6)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.grad, other.grad)
+
+
 def zeros(*shape: int) -> Tensor:
     return Tensor(np.zeros(shape), requires_grad=True)
 
