@@ -7,7 +7,7 @@ command line. All faults are found and told together, before any data is loaded.
 import json
 import os
 import shutil
-from dataclasses import asdict, fields, replace
+from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ def read(argv: list[str] | None) -> Request:
         try:
             resume_from, damaged = find_intact(flags["resume"], flags.get("out"))
             notes = [_going_on(line, resume_from) for line in damaged]
-            saved = read_saved(resume_from)
+            saved = read_saved(resume_from, flags)
         except BadInput as error:
             faults += [f"--resume {line}" for line in str(error).splitlines()]
         faults += _refused_on_resume(flags, saved.known, resume_from)
@@ -109,27 +109,29 @@ def derived(settings: Settings, hardware: Hardware) -> Settings:
 # ---- a checkpoint's settings
 
 
-def read_saved(folder: Path) -> Saved:
+def read_saved(folder: Path, flags: dict[str, Any]) -> Saved:
     """The settings in a checkpoint. A field that an older checkpoint lacks has its default, and a note names it.
 
-    BadInput where a value is damaged, or is a choice that this version does not have.
+    BadInput where values are damaged, or are choices that this version does not have and that no flag replaces.
     """
     path = folder / "manifest.json"
     saved = checkpoint.read_manifest(folder)["settings"]
-    known, missing = {}, []
+    known, missing, faults = {}, [], []
     for f in fields(Settings):
         if f.name not in saved_flags():
             continue
+        value = saved.get(f.name, f.default)
+        known[f.name] = float(value) if _is_whole_for_float(value, f) else value
         if f.name not in saved:
-            known[f.name] = f.default
-            missing.append(f"{name_of(f)} {f.default}")
-            continue
-        known[f.name] = saved[f.name]
-        if not _has_type(saved[f.name], f):
-            raise BadInput(f"{path}: damaged, {f.name} is {saved[f.name]!r}: use another checkpoint")
-        choices = f.metadata["choices"]
-        if choices and saved[f.name] not in choices:
-            raise BadInput(f"{path}: {f.name} is {saved[f.name]!r}, and this version knows {', '.join(choices)}")
+            missing.append(f"{name_of(f)} {value}")
+        elif not _has_type(known[f.name], f):
+            faults.append(f"{path}: damaged, {f.name} is {value!r}: use another checkpoint")
+        elif f.name not in flags and not _is_known_choice(value, f):
+            choices = ", ".join(f.metadata["choices"])
+            remedy = "" if f.metadata["on_resume"] == "fixed" else f": choose one with {name_of(f)}"
+            faults.append(f"{path}: {f.name} is {value!r}, and this version knows {choices}{remedy}")
+    if faults:
+        raise BadInput("\n".join(faults))
     unknown = {name: value for name, value in saved.items() if name not in known}
     notes = []
     if missing:
@@ -139,12 +141,20 @@ def read_saved(folder: Path) -> Saved:
     return Saved(known, unknown, notes)
 
 
-def _has_type(value: Any, f) -> bool:
-    """Whether a value from JSON fits a field: a whole number may stand for a float, true for nothing but a switch."""
-    if value is None:
-        return f.default is None
-    kind = type_of(f)
-    return type(value) is kind or (kind is float and type(value) is int)
+def _has_type(value: Any, f: Field) -> bool:
+    """Whether a value from JSON has the type of a field. True is no number."""
+    return f.default is None if value is None else type(value) is type_of(f)
+
+
+def _is_whole_for_float(value: Any, f: Field) -> bool:
+    """Whether a value is a whole number that stands for a float, as JSON of other programs may have it."""
+    return type_of(f) is float and type(value) is int and abs(value) < 2**63
+
+
+def _is_known_choice(value: Any, f: Field) -> bool:
+    """Whether this version has a choice. A flag that speaks of the run's beginning has nothing to choose any more."""
+    choices = f.metadata["choices"]
+    return not choices or value in choices or f.metadata["on_resume"] == "refused"
 
 
 def _going_on(line: str, resume_from: Path) -> str:

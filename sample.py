@@ -1,6 +1,5 @@
 """Text from a trained model: `python sample.py --checkpoint runs/NAME --prompt "ROMEO:"`."""
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from base.errors import BadInput, run_script
-from base.flags import flag, name_of, read_flags
+from base.flags import flag, name_of, out_of_bounds, read_flags
 from data import tokenizers
 from data.corpus import read_text
 from model import backends, hugging_face
@@ -28,12 +27,14 @@ class SampleSettings:
     )
     prompt: str | None = flag(None, "text to go on from; without one a terminal asks for it")
     prompt_file: str | None = flag(None, "UTF-8 file to read the prompt from")
-    tokens: int = flag(300, "tokens to draw")
-    temperature: float = flag(0.8, "divides the logits; 0 takes the likeliest token each time")
-    top_k: int | None = flag(None, "draw from the K likeliest tokens only")
-    top_p: float = flag(1.0, "draw from the fewest likeliest tokens that together have this probability")
-    seed: int = flag(0, "same seed, same text")
-    num_samples: int = flag(1, "texts to draw")
+    tokens: int = flag(300, "tokens to draw", at_least=1)
+    temperature: float = flag(0.8, "divides the logits; 0 takes the likeliest token each time", at_least=0)
+    top_k: int | None = flag(None, "draw from the K likeliest tokens only", at_least=1)
+    top_p: float = flag(
+        1.0, "draw from the fewest likeliest tokens that together have this probability", above=0, at_most=1
+    )
+    seed: int = flag(0, "same seed, same text", at_least=0)
+    num_samples: int = flag(1, "texts to draw", at_least=1)
     unknown: str = flag("error", "characters of the prompt that the vocabulary lacks", ("error", "skip"))
     backend: str = flag("torch", "what computes the logits", tuple(backends.MODULES))
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
@@ -56,16 +57,7 @@ def read(argv: list[str] | None) -> SampleSettings:
     """A checked command line. BadInput lists all faults, one a line."""
     values, faults = read_flags(SampleSettings, argv, "sample.py", __doc__)
     s = SampleSettings(**values)
-    for name, holds, must in (
-        ("tokens", s.tokens >= 1, "be at least 1"),
-        ("num_samples", s.num_samples >= 1, "be at least 1"),
-        ("temperature", 0 <= s.temperature < math.inf, "be a finite number, not negative"),
-        ("top_k", s.top_k is None or s.top_k >= 1, "be at least 1"),
-        ("top_p", 0 < s.top_p <= 1, "be above 0 and at most 1"),
-        ("seed", s.seed >= 0, "not be negative"),
-    ):
-        if not holds:
-            faults.append(f"{name_of(name)} {getattr(s, name)}: must {must}")
+    faults += out_of_bounds(s)
     if s.prompt is not None and s.prompt_file is not None:
         faults.append("--prompt-file: cannot be combined with --prompt")
     if s.temperature == 0:  # nothing is drawn, so these would do nothing

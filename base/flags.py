@@ -29,7 +29,8 @@ def flag(
 ) -> Any:
     """A dataclass field that is also a flag: `batch_size: int = flag(12, "…")` is --batch-size.
 
-    at_least, at_most, above, below: bounds of a number; a float must be finite, too. on_resume: settings.py.
+    at_least, at_most, above, below: bounds of a number. Besides, a float must be finite, and a whole number with
+    bounds must fit into 64 bits. on_resume: settings.py.
     """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     bounds = {words: bound for words, bound in bounds.items() if bound is not None}
@@ -66,7 +67,11 @@ def out_of_bounds(settings: Any) -> list[str]:
     lines = []
     for f in fields(settings):
         value, bounds = getattr(settings, f.name), f.metadata["bounds"]
-        if bounds and value is not None and not _is_within(value, bounds):
+        if not bounds or value is None:
+            continue
+        if isinstance(value, int) and value >= 2**63 and _is_within(value, bounds):
+            lines.append(f"{name_of(f)} {value}: must be below 2^63")
+        elif not _is_within(value, bounds):
             unbounded_float = type_of(f) is float and not {"at most", "below"} & bounds.keys()
             kind = "a finite number, " if unbounded_float else ""
             words = " and ".join(f"{words} {bound:.20g}" for words, bound in bounds.items())
@@ -82,7 +87,7 @@ def _is_within(value: float, bounds: dict[str, float]) -> bool:
         "at most": lambda bound: value <= bound,
         "below": lambda bound: value < bound,
     }
-    return math.isfinite(value) and all(holds[words](bound) for words, bound in bounds.items())
+    return -math.inf < value < math.inf and all(holds[words](bound) for words, bound in bounds.items())
 
 
 def name_of(f: Field | str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from base.errors import BadInput
-from base.flags import flag, read_flags
+from base.flags import flag, out_of_bounds, read_flags
 from benchmarks.gemv import read_bandwidth
 from benchmarks.report import ReportSettings, find_table, finish, share_row, speed_rows, time_in_turns
 from csrc import build
@@ -38,18 +38,16 @@ class DecodeSettings(ReportSettings):
     """Flags of `benchmark.py decode`."""
 
     preset: str = flag("gpt2", "sizes of the model", tuple(PRESETS))
-    tokens: int = flag(32, "tokens to draw in a call")
+    tokens: int = flag(32, "tokens to draw in a call", at_least=1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
-    blocks: int = flag(5, "blocks of calls, in which the functions take turns")
+    blocks: int = flag(5, "blocks of calls, in which the functions take turns", at_least=1)
 
 
 def main(argv: list[str]) -> None:
     """Checks the texts, then times them. BadInput lists all faults of the command line."""
     values, faults = read_flags(DecodeSettings, argv, "benchmark.py decode", __doc__ or "")
     settings = DecodeSettings(**values)
-    for name in ("tokens", "blocks"):
-        if getattr(settings, name) < 1:
-            faults.append(f"--{name} {getattr(settings, name)}: must be at least 1")
+    faults += out_of_bounds(settings)
     sizes = {name: PRESETS[settings.preset][name] for name in ("block_size", "n_layer", "n_head", "n_embd")}
     config = GPTConfig(vocab_size=VOCABULARY, **sizes)
     if settings.tokens >= config.block_size:

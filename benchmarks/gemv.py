@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from base.errors import BadInput
-from base.flags import flag, read_flags
+from base.flags import flag, out_of_bounds, read_flags
 from benchmarks.report import (
     ReportSettings,
     Row,
@@ -49,7 +49,7 @@ class GemvSettings(ReportSettings):
     """Flags of `benchmark.py gemv`."""
 
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
-    blocks: int = flag(7, "blocks of calls, in which the functions take turns")
+    blocks: int = flag(7, "blocks of calls, in which the functions take turns", at_least=1)
     profile: bool = flag(False, "also print torch.profiler's table and write a trace")
 
 
@@ -57,8 +57,7 @@ def main(argv: list[str]) -> None:
     """Checks every function, then times them. BadInput lists all faults of the command line."""
     values, faults = read_flags(GemvSettings, argv, "benchmark.py gemv", __doc__ or "")
     settings = GemvSettings(**values)
-    if settings.blocks < 1:
-        faults.append(f"--blocks {settings.blocks}: must be at least 1")
+    faults += out_of_bounds(settings)
     if faults:
         raise BadInput("\n".join(faults))
     hardware = backends.module("torch").hardware(settings.device, "fp32", "auto")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import train
 from amp.formats import FORMATS
 from base.errors import BadInput
-from base.flags import flag, read_flags
+from base.flags import flag, out_of_bounds, read_flags
 from benchmarks.report import ROOT, ReportSettings, Row, find_table, finish
 from benchmarks.worker import peak_mb
 from request import Request, read
@@ -38,7 +38,9 @@ class PrecisionSettings(ReportSettings):
     preset: str = flag("cpu", "what is trained", tuple(PRESETS))
     dtypes: str = flag(",".join(LOW), "what is compared with fp32, with commas between")
     steps: int = flag(200, "steps of each run")
-    seeds: int = flag(3, "runs of each precision")
+    seeds: int = flag(
+        3, "runs of each precision; how much they differ is the noise that a gap is compared with", at_least=2
+    )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     corpus: str = flag("tinyshakespeare", "tinyshakespeare, stdlib, or a text file")
 
@@ -73,8 +75,7 @@ def main(argv: list[str]) -> None:
     if len(set(low)) < len(low) or not set(low) <= set(LOW):
         names = f"{', '.join(LOW)} or both as {','.join(LOW)}"
         faults.append(f"--dtypes {settings.dtypes}: use {names}; fp32 is always measured")
-    if settings.seeds < 2:
-        faults.append(f"--seeds {settings.seeds}: must be at least 2, or there is no noise to compare with")
+    faults += out_of_bounds(settings)
     if faults:
         raise BadInput("\n".join(faults))
     if settings.readme:

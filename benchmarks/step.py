@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from base.errors import BadInput
-from base.flags import flag, name_of, read_flags
+from base.flags import flag, name_of, out_of_bounds, read_flags
 from benchmarks import profile, recompute, time_to_loss
 from benchmarks.report import ROOT, ReportSettings, Row, Times, find_table, finish, speed_rows
 from benchmarks.worker import config_of, settings_of
@@ -45,11 +45,11 @@ class StepSettings(ReportSettings):
     backend: str = flag("torch", "ours", tuple(backends.MODULES))
     dtype: str = flag("all", "precision of ours and of the eager baseline", ("all", *DTYPES))
     preset: str = flag("cpu", "sizes of the model", tuple(PRESETS))
-    batch_size: int | None = flag(None, "rows; default: the preset's")
+    batch_size: int | None = flag(None, "rows; default: the preset's", at_least=1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     compile: bool = flag(False, "also compile both sides")
-    blocks: int = flag(7, "blocks of steps, in which the sides take turns")
-    seconds: float = flag(1.5, "seconds of a block")
+    blocks: int = flag(7, "blocks of steps, in which the sides take turns", at_least=1)
+    seconds: float = flag(1.5, "seconds of a block", above=0, below=3600)
     profile: bool = flag(False, "only show where a step of ours goes, and write a trace")
     time_to_loss: bool = flag(False, "only train both, by their own recipes, and time the way to a validation loss")
     recompute: bool = flag(False, "only measure what --recompute of train.py saves and costs")
@@ -59,12 +59,7 @@ def main(argv: list[str]) -> None:
     """Measures what the command line asks for. BadInput lists all its faults."""
     values, faults = read_flags(StepSettings, argv, "benchmark.py step", __doc__ or "")
     settings = StepSettings(**values)
-    if settings.blocks < 1:
-        faults.append(f"--blocks {settings.blocks}: must be at least 1")
-    if settings.batch_size is not None and settings.batch_size < 1:
-        faults.append(f"--batch-size {settings.batch_size}: must be at least 1")
-    if not 0 < settings.seconds < 3600:
-        faults.append(f"--seconds {settings.seconds}: must be above 0 and below an hour")
+    faults += out_of_bounds(settings)
     for alone, others in ALONE.items():
         if alone in values:
             faults += [f"{name_of(alone)}: cannot be combined with {name_of(f)}" for f in others if f in values]

@@ -67,7 +67,7 @@ def test_help_lists_every_benchmark_and_loads_none(capsys):
         (
             "step --recompute --profile --backend numpy --seconds 0",
             [
-                "--seconds 0.0: must be above 0 and below an hour",
+                "--seconds 0: must be above 0 and below 3600",
                 "--profile: cannot be combined with --seconds",
                 "--profile: cannot be combined with --recompute",
                 "--recompute: cannot be combined with --seconds",

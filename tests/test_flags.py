@@ -95,9 +95,12 @@ def test_a_flag_without_its_value_is_bad_input():
         ({"rate": 0.0}, ["--rate 0: must be a finite number, above 0"]),
         ({"rate": math.inf}, ["--rate inf: must be a finite number, above 0"]),
         ({"derived": -1}, ["--derived -1: must be at least 0"]),
+        ({"derived": 2**63}, [f"--derived {2**63}: must be below 2^63"]),
+        ({"derived": 10**400}, [f"--derived {10**400}: must be below 2^63"]),
+        ({"derived": -(10**400)}, [f"--derived -{10**400}: must be at least 0"]),
         ({"derived": -2, "share": -1.0}, ["--share -1: must be at least 0 and below 1", "--derived -2: must be at least 0"]),  # noqa: E501
         ({"whole": 1, "share": 0.0, "rate": 1e-300, "derived": None}, []),
-        ({"whole": 10, "share": 0.999}, []),
+        ({"whole": 10, "share": 0.999, "derived": 2**63 - 1}, []),
     ],
 )  # fmt: skip
 def test_a_number_out_of_bounds_is_one_line(values, lines):

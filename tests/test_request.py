@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tiktoken
 
 import request
 import settings
 import train
 from base.errors import BadInput
 from base.flags import flag
-from run import checkpoint
+from data.tokenizers import WORDS, GPT2Tokenizer
+from run import checkpoint, resume
 from settings import PRESETS, Settings, saved_flags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,6 +176,49 @@ def test_a_checkpoint_keeps_what_was_asked_and_not_what_was_derived():
     assert asked["min_lr"] is None  # a tenth of --lr, also should --lr change
 
 
+def test_the_preset_gpt2_trains_on_gpt2_s_tokens(monkeypatch, tmp_path, capsys):
+    corpus = tmp_path / "text.txt"
+    corpus.write_text("a few words to train on, " * 40)
+    sizes = "--n-layer 1 --n-head 1 --n-embd 8 --block-size 16 --batch-size 1 --accumulation 1 --steps 1 --dtype fp32"
+    argv = [
+        "--preset",
+        "gpt2",
+        *sizes.split(),
+        "--device",
+        "cpu",
+        "--corpus",
+        str(corpus),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    cache = tmp_path / "tiktoken"
+    cache.mkdir()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
+    assert train.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train.py: error: --tokenizer gpt2: no network (no route)")
+    assert not (tmp_path / "run").exists()
+
+    for key in ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"):
+        (cache / key).write_text("")
+    monkeypatch.setattr("tiktoken.get_encoding", stand_in_for_gpt2)
+    assert train.main(argv) == 0
+    assert checkpoint.read_manifest(tmp_path / "run" / "step-1")["config"]["vocab_size"] == 50257
+
+
+def no_network(url, timeout):
+    raise OSError("no route")
+
+
+def stand_in_for_gpt2(name: str) -> tiktoken.Encoding:
+    """As many tokens as GPT-2 has, by tiktoken's own code, without GPT-2's files: single bytes and pairs of them."""
+    every = [bytes([byte]) for byte in range(256)]
+    tokens = (every + [left + right for left in every for right in every])[: GPT2Tokenizer.vocab_size]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tiktoken.Encoding(name, pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
+
+
 # ---- flags come and go, and checkpoints stay readable
 
 
@@ -224,7 +269,9 @@ def test_a_flag_of_a_later_version_is_named_and_kept(old_run, capsys):
         ({"steps": True}, "damaged, steps is True"),
         ({"steps": 1.5}, "damaged, steps is 1.5"),
         ({"n_layer": None}, "damaged, n_layer is None"),
-        ({"backend": "jax"}, "backend is 'jax', and this version knows torch, numpy, engine"),
+        ({"lr": 10**400}, "damaged, lr is 1000"),
+        ({"kernel": "v1"}, "kernel is 'v1', and this version knows auto, own, library, off, require: choose one with"),
+        ({"tokenizer": "words"}, "tokenizer is 'words', and this version knows char, byte, bpe, gpt2"),
     ],
 )
 def test_a_saved_value_that_cannot_be_is_told(old_run, changes, why):
@@ -233,9 +280,25 @@ def test_a_saved_value_that_cannot_be_is_told(old_run, changes, why):
     assert why in line
 
 
+def test_all_saved_values_that_cannot_be_are_told_together(old_run):
+    change_settings(old_run, steps=1.5, dropout="much", backend="jax")
+    assert len([line for line in faults("--resume", str(old_run)) if "manifest.json" in line]) == 3
+
+
+def test_a_flag_replaces_a_saved_choice_that_this_version_does_not_have(old_run):
+    change_settings(old_run, kernel="v1")
+    assert resumed(old_run, "--kernel", "auto").settings.kernel == "auto"
+
+
+def test_a_run_outlives_the_preset_that_it_began_with(old_run):
+    change_settings(old_run, preset="tiny", n_embd=16)
+    resumed_run = resumed(old_run)
+    assert (resumed_run.settings.preset, resumed_run.settings.n_embd) == ("tiny", 16)
+
+
 def test_a_whole_number_may_stand_for_a_float(old_run):
     change_settings(old_run, clip=2)
-    assert resumed(old_run).settings.clip == 2
+    assert repr(resumed(old_run).settings.clip) == "2.0"
     assert resumed(old_run).notes == ()
 
 
@@ -244,18 +307,25 @@ def test_a_saved_value_out_of_bounds_is_told_as_on_the_command_line(old_run):
     assert faults("--resume", str(old_run)) == ["--dropout 1.5: must be at least 0 and below 1"]
 
 
-def test_a_new_flag_is_one_line(monkeypatch, old_run):
-    """A dataclass with one more line: the command line, bounds, checkpoints and resumed runs follow."""
+def test_a_new_flag_is_one_line(monkeypatch, old_run, tmp_path, capsys):
+    """A dataclass with one more line: the command line, its help, bounds, checkpoints and resumed runs follow."""
 
     @dataclass(frozen=True)
     class Extended(Settings):
         window: int = flag(5, "tokens that attention sees", at_least=1, on_resume="fixed")
 
-    for module in (request, settings):
+    for module in (request, resume, settings):
         monkeypatch.setattr(module, "Settings", Extended)
+    with pytest.raises(SystemExit):
+        read("--help")
+    assert "--window N tokens that attention sees [5]" in " ".join(capsys.readouterr().out.split())
     assert read("--window", "7").settings.window == 7
     assert faults("--window", "0") == ["--window 0: must be at least 1"]
     assert read().asked["window"] == 5
     assert resumed(old_run).settings.window == 5
     assert resumed(old_run).notes[0].endswith("their defaults count: --window 5")
     assert faults("--resume", str(old_run), "--window", "6")[0].startswith("--window 6: the checkpoint in ")
+    argv = ["--corpus", str(OLD_RUN / "corpus.txt"), "--device", "cpu"]
+    assert train.main(["--resume", str(old_run), *argv]) == 0
+    assert checkpoint.read_manifest(old_run / "step-12")["settings"]["window"] == 5
+    assert read("--resume", str(old_run), *argv, "--steps", "13").notes == ()  # no checkpoint of an older version now
