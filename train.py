@@ -17,7 +17,7 @@ from data.batches import Batches, mean_loss
 from data.corpus import load_corpus
 from model import backends
 from model.backends import Backend
-from model.config import GPTConfig, parameter_count
+from model.config import GPTConfig, initial_weights, parameter_count
 from model.cost import flops_per_token, peak_flops
 from model.generate import generate, start_of_text
 from optim.schedule import learning_rate
@@ -71,12 +71,13 @@ def train(request: Request) -> None:
     batches = Batches(tokenizer.encode(corpus.text), settings.block_size, settings.batch_size, settings.seed)
     sizes = {name: getattr(settings, name) for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout")}
     config = GPTConfig(vocab_size=tokenizer.vocab_size, **sizes)
-    backend = backends.module(settings.backend).build(settings, hardware, config)
+    weights = arrays["model"] if manifest else initial_weights(config, settings.seed)
+    backend = backends.module(settings.backend).build(settings, hardware, config, weights)
     scaler = build_scaler(settings)
     versions = {"python": platform.python_version()} | backends.versions()
     first_step, best_val, notes = 0, math.inf, [*request.notes, *corpus.notes]
     if manifest:
-        backend.load_state(arrays)
+        backend.load_optimizer(arrays["optimizer"])
         resume.restore_scaler(scaler, settings, manifest)
         first_step = manifest["step"]
         best_val = math.inf if manifest["best_val"] is None else manifest["best_val"]
@@ -84,7 +85,7 @@ def train(request: Request) -> None:
     about = resume.about_run(
         settings, request.asked, hardware, backend.kernel, config, corpus, tokenizers.fingerprint(tokenizer), versions
     )
-    del arrays, manifest  # three times the model's size, which a whole run need not hold
+    del arrays, manifest, weights  # three times the model's size, which a whole run need not hold
     out, lock = open_folder(settings, hardware.dtype, resume_from, first_step)
     print_header(settings, hardware, backend.kernel, config, corpus, batches, out, first_step, notes)
 

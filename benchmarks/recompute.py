@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.report import Row, seconds
 from benchmarks.worker import VOCABULARY, config_of
 from model import backends
+from model.config import initial_weights
 from settings import PRESETS, Settings
 
 
@@ -26,7 +27,7 @@ def rows(
     steps = {}
     for layers in between(config.n_layer):
         settings = Settings(seed=0, recompute=layers, dtype=dtype, device=hardware.device)
-        steps[layers] = _step(module.build(settings, hardware, config), x, y)
+        steps[layers] = _step(module.build(settings, hardware, config, initial_weights(config, 0)), x, y)
     measure = _peak_of_numpy if backend == "engine" else _peak_of_torch
     memory = {layers: measure(step, hardware.device) / 2**20 for layers, step in steps.items()}
     times = seconds(steps, blocks, at_least=0.5)

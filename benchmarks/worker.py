@@ -63,7 +63,8 @@ def ours(spec: dict, config: GPTConfig):
     module = backends.module(spec["backend"])
     hardware = module.hardware(spec["device"], spec["dtype"], spec["emulation"])
     sizes = dict(batch_size=spec["batch_size"], kernel=spec["kernel"], compile=spec["compiled"])
-    backend = module.build(Settings(lr=1e-3, dtype=spec["dtype"], seed=0, **sizes), hardware, config)
+    settings = Settings(lr=1e-3, dtype=spec["dtype"], seed=0, **sizes)
+    backend = module.build(settings, hardware, config, initial_weights(config, 0))
     low = spec["dtype"] != "fp32"
     scaler = DynamicLossScaler(2.0**15 if low else 1.0, growth_interval=500, max_scale=MAX_SCALE if low else 1.0)
     optimizer = backend.optimizer
