@@ -11,16 +11,16 @@ from base.flags import flag, name_of, out_of_bounds, read_flags
 from data import tokenizers
 from data.corpus import read_text
 from model import backends, hugging_face
+from model.backends import Sampler
 from model.config import GPTConfig
 from model.generate import generate, start_of_text
 from run import checkpoint
 from run.folder import find
-from settings import Settings
 
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """Fields are flags, as in settings.py."""
+    """The flags of sample.py: each field is one, as in settings.py."""
 
     checkpoint: str = flag(
         "auto", "run folder (its best, then its last), step folder, Hugging Face GPT-2 folder, or gpt2, gpt2-medium, …"
@@ -47,7 +47,7 @@ class SampleSettings:
 
 
 def encode_prompt(tokenizer, prompt: str, unknown: str) -> np.ndarray:
-    """Prompt -> tokens (n,), n >= 1. A character without a token is BadInput, or dropped where `unknown` is "skip"."""
+    """The tokens of a prompt (n,), n >= 1. A character without a token is BadInput, or is dropped: unknown = "skip"."""
     if unknown == "skip" and tokenizer.kind == "char":
         prompt = "".join(character for character in prompt if character in tokenizer.characters)
     return tokenizer.encode(prompt) if prompt else start_of_text(tokenizer)
@@ -71,8 +71,8 @@ def read(argv: list[str] | None) -> SampleSettings:
     return s
 
 
-def load(s: SampleSettings) -> tuple[backends.Backend, object, GPTConfig]:
-    """The model of --checkpoint, its tokenizer and its sizes."""
+def load(s: SampleSettings) -> tuple[Sampler, object, GPTConfig]:
+    """The model of --checkpoint, its tokenizer and its sizes. BadInput where one of them does not fit the others."""
     folder = hugging_face.published(s.checkpoint)
     folder = folder or find(s.checkpoint, pointers=("best.json", "latest.json"))
     weights, sizes, description = checkpoint.load_model(folder)
@@ -85,22 +85,21 @@ def load(s: SampleSettings) -> tuple[backends.Backend, object, GPTConfig]:
         raise BadInput(
             f"{folder}: the model has {config.vocab_size} tokens, its {tokenizer.kind} tokenizer {tokenizer.vocab_size}"
         )
-    hardware = backends.module(s.backend).hardware(s.device, s.dtype, "auto")
-    backend = backends.module(s.backend).build(Settings(), hardware, config)
+    backend = backends.module(s.backend)
+    hardware = backend.hardware(s.device, s.dtype, "auto")
     try:
-        backend.load_state({"model": weights})
+        sampler = backend.sampler(hardware, config, weights, s.weights or "bf16")
     except ValueError as error:
         raise BadInput(f"{folder}: {error}") from None
-    return backend, tokenizer, config
+    if s.weights and sampler.kernel.code.startswith("library"):
+        raise BadInput(f"--weights {s.weights}: for our bf16 kernel, which is not in use: {sampler.kernel.how}")
+    return sampler, tokenizer, config
 
 
 def sample(s: SampleSettings) -> None:
-    """Prints the prompt and what the model makes of it, token by token; a terminal is asked for prompts."""
-    backend, tokenizer, config = load(s)
+    """Prints the prompt and the model's continuation, token by token. Without a prompt, it asks a terminal for some."""
+    sampler, tokenizer, config = load(s)
     prompt = read_text(Path(s.prompt_file)) if s.prompt_file is not None else s.prompt
-    if s.weights and backend.kernel.code.startswith("library"):
-        raise BadInput(f"--weights {s.weights}: for our bf16 kernel, which is not in use: {backend.kernel.how}")
-    logits = backend.decoder(s.weights or "bf16")
     ask = prompt is None and sys.stdin.isatty()
     while True:
         try:
@@ -109,11 +108,13 @@ def sample(s: SampleSettings) -> None:
             return
         tokens = encode_prompt(tokenizer, text, s.unknown)
         if len(tokens) > config.block_size:
-            print(f"note: of {len(tokens)} prompt tokens the model sees the last {config.block_size}", file=sys.stderr)
+            seen = f"the model sees the last {config.block_size} of {len(tokens)} prompt tokens"
+            print(f"note: {seen}", file=sys.stderr)
         for number in range(s.num_samples):
-            how = (s.tokens, s.temperature, s.top_k, s.top_p, [s.seed, number])
+            choices = (s.tokens, s.temperature, s.top_k, s.top_p, [s.seed, number])
+            drawn = generate(sampler.logits, tokens, config.block_size, *choices)
             print(tokenizers.decode(tokenizer, tokens) if text else "", end="", flush=True)
-            for piece in tokenizers.stream(tokenizer, generate(logits, tokens, config.block_size, *how)):
+            for piece in tokenizers.stream(tokenizer, drawn):
                 print(piece, end="", flush=True)
             print("\n" if number + 1 < s.num_samples else "")
         if not ask:

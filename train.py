@@ -15,7 +15,7 @@ from data.batches import Batches, mean_loss
 from data.corpus import load_corpus
 from model import backends
 from model.backends import Backend
-from model.config import GPTConfig
+from model.config import GPTConfig, initial_weights
 from model.generate import generate, start_of_text
 from optim.schedule import learning_rate
 from request import Request, read
@@ -123,18 +123,19 @@ def begin(request: Request) -> Iterator[Run]:
     batches = Batches(tokenizer.encode(corpus.text), settings.block_size, settings.batch_size, settings.seed)
     sizes = {name: getattr(settings, name) for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout")}
     config = GPTConfig(vocab_size=tokenizer.vocab_size, **sizes)
-    backend = backends.module(settings.backend).build(settings, hardware, config)
+    weights = arrays["model"] if resume_from else initial_weights(config, settings.seed)
+    backend = backends.module(settings.backend).build(settings, hardware, config, weights)
     scaler = resume.build_scaler(settings, manifest)
     versions = backends.versions()
     first_step, best_val, notes = manifest.get("step", 0), resume.best_of(manifest), [*request.notes, *corpus.notes]
     if resume_from:
-        backend.load_state(arrays)
+        backend.load_optimizer(arrays["optimizer"])
         notes += checkpoint.notes(resume_from, manifest)
         notes += resume.notes(settings, request.asked, hardware, backend.kernel, versions, manifest)
     about = checkpoint.unknown_keys(manifest) | resume.about_run(
         settings, request.asked, hardware, backend.kernel, config, corpus, tokenizers.fingerprint(tokenizer), versions
     )
-    del arrays, manifest  # three times the model's size, which a whole run need not hold
+    del arrays, manifest, weights  # three times the model's size, which a whole run need not hold
     out, lock = open_folder(settings, hardware.dtype, resume_from, first_step)
     say(words.header(notes, settings, hardware, backend.kernel, config, batches, corpus.name, out, first_step))
     saver = Saver(out, asdict(config), tokenizer.describe(), about, best_val, settings.overwrite)

@@ -21,6 +21,7 @@ import numpy as np
 import train
 from model import backends
 from model.config import GPTConfig, initial_weights
+from run import resume
 from settings import PRESETS, Settings
 
 VOCABULARY = 65
@@ -91,8 +92,8 @@ def ours(settings: Settings, config: GPTConfig) -> tuple[TakeStep, TakeTimedStep
     """
     module = backends.module(settings.backend)
     hardware = module.hardware(settings.device, settings.dtype, settings.emulation)
-    backend = module.build(settings, hardware, config)
-    scaler = train.build_scaler(settings)
+    backend = module.build(settings, hardware, config, initial_weights(config, settings.seed))
+    scaler = resume.build_scaler(settings, {})
     numbers = itertools.count()
 
     def take_step_with(used_scaler: Any, x: np.ndarray, y: np.ndarray) -> float:

@@ -1,21 +1,37 @@
-"""What train.py, sample.py and the benchmarks need from a backend, and which module provides it by which name."""
+"""The contract of a backend: what train.py, sample.py and the benchmarks call, and which module answers to which name.
+
+A module of MODULES has three functions, and perhaps REFUSED:
+
+    hardware(device, dtype, emulation) -> Hardware             resolves "auto"; BadInput where the device is not here
+    build(settings, hardware, config, weights) -> Backend      to train
+    sampler(hardware, config, weights, held) -> Sampler        to draw text: no optimizer, evaluation mode
+    REFUSED: {flag: reason}                                    flags that the backend cannot honour
+
+`weights` are fp32 arrays by the names of model/config.py: its initial_weights, or a checkpoint's. They are copied, so
+the caller's arrays never change. ValueError names a tensor that does not fit.
+`held` says how our bf16 kernel holds weights when it decodes: "bf16", rounded once, or "fp32", rounded at each use.
+"""
 
 import os
 import platform
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from base.dtypes import Dtype
 from base.errors import BadInput
 from base.flags import name_of
 
-# Each has hardware(device, dtype, emulation) and build(settings, hardware, config), and may have REFUSED, which names
-# the flags that it cannot honour.
 MODULES = {"torch": "model.torch_backend", "numpy": "model.numpy_backend", "engine": "model.engine_backend"}
+
+Arrays = dict[str, np.ndarray]  # by name
+Logits = Callable[[np.ndarray], np.ndarray]  # int64 (1, T) -> fp32 (1, V), of the last position
 
 
 class Hardware(NamedTuple):
@@ -23,7 +39,7 @@ class Hardware(NamedTuple):
 
     device: str  # "cpu", "cuda", "cuda:1", "mps"
     device_name: str
-    dtype: str  # "fp32", "bf16", "fp16"
+    dtype: Dtype
     emulated: bool
     how: str  # for the header: by which units, or why emulated
 
@@ -35,43 +51,53 @@ class Kernel(NamedTuple):
     how: str  # for the header, with the reason where it is not our own code
 
 
-class Backend(NamedTuple):
-    """A model, its optimizer, and the few things that differ between ways to compute. Arrays are NumPy's."""
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """A model, its optimizer, and the few things that differ between ways to compute. Arrays are NumPy's.
 
-    model: Callable[[np.ndarray, np.ndarray, tuple[int, int, int]], Any]  # (x, y, key) -> loss, x and y int64 (B, T)
+    A gradient norm and a loss may still lie on the device: float() and .item() wait for it, so the loop decides when.
+    """
+
+    model: Callable[..., Any]  # (x, y, key) -> mean loss; x and y int64 (B, T); key (seed, step, micro) for dropout
     optimizer: Any  # .param_groups with param_names, .step(), .zero_grad()
-    autocast: Callable[[], AbstractContextManager]
+    autocast: Callable[[], AbstractContextManager]  # the precision of training, for the forward pass
     clip_grad_norm_: Callable[[float], Any]  # max_norm, of all gradients together -> the norm before clipping
-    evaluate: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (x, y) -> (B,) mean loss of each row
-    logits: Callable[[np.ndarray], np.ndarray]  # int64 (B, T) -> fp32 (B, V), of the last position
-    # (weights "fp32" or "bf16") -> logits with a memory: tokens that go on from its last call cost only what is new
-    decoder: Callable[[str], Callable[[np.ndarray], np.ndarray]]
-    state: Callable[[], dict[str, dict[str, np.ndarray]]]  # {"model": {name: array}, "optimizer": {name: array}}
-    load_state: Callable[[dict[str, dict[str, np.ndarray]]], None]
+    evaluate: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (x, y) -> fp64 (B,), mean loss of each row, no dropout
+    decoder: Callable[[str], Logits]  # held -> logits by the weights as they are now; it may remember what it has read
+    state: Callable[[], dict[str, Arrays]]  # copies, as a checkpoint keeps them: {"model": …, "optimizer": …}
+    load_optimizer: Callable[[Arrays], None]  # takes the "optimizer" of a state, and copies it
     kernel: Kernel
 
 
-def module(name: str):
-    """The module of a backend. BadInput where its library is missing."""
+class Sampler(NamedTuple):
+    """A model to draw text from."""
+
+    logits: Logits  # may remember: tokens that go on from its last call then cost only what is new
+    kernel: Kernel
+
+
+def module(name: str) -> ModuleType:
+    """The module of a backend. BadInput where its library is not installed."""
     try:
         return import_module(MODULES[name])
     except ImportError as error:
         raise BadInput(f"--backend {name}: {error.name} is not installed: pip install -r requirements.txt") from None
 
 
-def refused(name: str, flags: dict) -> dict[str, str]:
-    """Of the flags given, those that the backend cannot honour: flag -> what to tell."""
+def refused(name: str, flags: dict[str, Any]) -> dict[str, str]:
+    """The flags among those given that a backend cannot honour: {flag: what to tell the user}."""
     reasons = getattr(module(name), "REFUSED", {})
     asked = [flag for flag, value in flags.items() if flag in reasons and value != "auto"]
     return {flag: f"{name_of(flag)}: --backend {name} {reasons[flag]}" for flag in asked}
 
 
-def trained(optimizer) -> list:
-    """The parameters of an optimizer, in the order of its groups: sums over them, like a norm, depend on an order."""
+def trained(optimizer: Any) -> list:
+    """The parameters of an optimizer in the order of its groups: a sum over them, like a norm, depends on the order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def cpu_name() -> str:
+    """The model of this CPU, as the system tells it."""
     name = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

@@ -6,49 +6,53 @@ from functools import partial
 import numpy as np
 
 from amp import policy
+from base.dtypes import Dtype
 from engine.autocast import Weight, autocast
 from engine.graph import no_grad
 from engine.ops import drawing, linear, sum_losses
-from model import numpy_backend, numpy_threads
-from model.backends import Backend, Hardware, Kernel, trained
-from model.config import TIED, GPTConfig, initial_weights, is_operand
+from model import numpy_threads
+from model.backends import Backend, Hardware, Kernel, Logits, Sampler, trained
+from model.config import TIED, GPTConfig, checked_weights, has_shadow, optimizer_groups
 from model.engine_gpt import forward, hidden
-from optim.adamw import clip_grad_norm_
+from model.numpy_threads import map_shards, shards
+from optim.adamw import AdamW, clip_grad_norm_, state
 
-REFUSED = {flag: why for flag, why in numpy_backend.REFUSED.items() if flag != "recompute"}
-hardware = partial(numpy_backend.hardware, backend="engine")
+REFUSED = numpy_threads.REFUSED
+KERNEL = Kernel("numpy/numpy/numpy", "NumPy's products")
 
 
-def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
-    """The backend for train.py's settings."""
+def hardware(device: str, dtype: str, emulation: str) -> Hardware:
+    """The CPU. BadInput where another device is asked for; a checkpoint's `emulation` has no say here."""
+    return numpy_threads.hardware("engine", device, dtype)
+
+
+def build(settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray]) -> Backend:
+    """The backend that trains, from copies of `weights`. ValueError names a tensor that does not fit."""
     numpy_threads.prepare()
-    weights = {
-        name: Weight(w, hardware.dtype if is_operand(name) or name == TIED else "fp32")
-        for name, w in initial_weights(config, settings.seed).items()
-    }
-    optimizer, evaluated = numpy_backend.adamw(weights, settings, config), replace(config, dropout=0.0)
+    masters = _masters(config, weights, hardware.dtype)
+    optimizer = AdamW(
+        optimizer_groups(config, masters, settings.weight_decay), settings.lr, (settings.beta1, settings.beta2)
+    )
+    evaluated = replace(config, dropout=0.0)
 
     def loss(x, y, key):
-        low, rows = policy.compute_dtype(), numpy_threads.shards(len(x))  # here, since other threads do not see it
+        low, parts = policy.compute_dtype(), shards(len(x))  # asked for here, since other threads do not see it
 
         def forward_shard(number, part):
             with autocast(low), drawing(np.random.default_rng([*key, number])):
-                losses = forward(weights, x[part], y[part], config, int(settings.recompute))
+                losses = forward(masters, x[part], y[part], config, int(settings.recompute))
                 return losses.sum() / len(x)
 
-        return sum_losses(numpy_threads.run(forward_shard, range(len(rows)), rows), numpy_threads.run)
+        # The two gradients of the tied weight meet in the engine: the weight is a parent of two ops, the embedding and
+        # the head, and `backpropagate` adds what comes back from both, the head's rounded, in fp32.
+        return sum_losses(map_shards(forward_shard, range(len(parts)), parts), map_shards)
 
     def evaluate(x, y):
         def evaluate_shard(part):
             with no_grad(), autocast(hardware.dtype):
-                return forward(weights, x[part], y[part], evaluated).data
+                return forward(masters, x[part], y[part], evaluated).data
 
-        return np.concatenate(numpy_threads.run(evaluate_shard, numpy_threads.shards(len(x)))).astype(np.float64)
-
-    def logits(tokens):
-        with no_grad(), autocast(hardware.dtype), np.errstate(all="ignore"):
-            last = hidden(weights, tokens, evaluated)[:, -1]  # (B, C)
-            return linear(last, weights[TIED]).data  # (B, V)
+        return np.concatenate(map_shards(evaluate_shard, shards(len(x)))).astype(np.float64)
 
     return Backend(
         model=loss,
@@ -56,9 +60,34 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
         autocast=partial(autocast, hardware.dtype),
         clip_grad_norm_=partial(clip_grad_norm_, trained(optimizer)),
         evaluate=evaluate,
-        logits=logits,
-        decoder=lambda weights: logits,  # without a memory: every token is read again
-        state=partial(numpy_backend.state, weights, optimizer),
-        load_state=partial(numpy_backend.load_state, weights, optimizer),
-        kernel=Kernel("numpy/numpy/numpy", "NumPy's products"),
+        decoder=lambda held: _logits(masters, evaluated, hardware.dtype),
+        state=partial(state, masters, optimizer),
+        load_optimizer=optimizer.load_state_dict,
+        kernel=KERNEL,
     )
+
+
+def sampler(hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray], held: str) -> Sampler:
+    """The model to draw text from. `held` has no meaning here: it is for the torch backend's kernel."""
+    numpy_threads.prepare()
+    masters = _masters(config, weights, hardware.dtype)
+    return Sampler(_logits(masters, replace(config, dropout=0.0), hardware.dtype), KERNEL)
+
+
+def _masters(config: GPTConfig, weights: dict[str, np.ndarray], low: Dtype) -> dict[str, Weight]:
+    """Copies of the weights as leaves of the engine, with 16-bit shadows where they are operands of products."""
+    return {
+        name: Weight(np.array(weight, np.float32, order="C"), low if has_shadow(name) else "fp32")
+        for name, weight in checked_weights(config, weights).items()
+    }
+
+
+def _logits(masters: dict[str, Weight], config: GPTConfig, low: Dtype) -> Logits:
+    """A function of tokens, without a memory: it reads every token again."""
+
+    def logits(tokens):  # (B, T)
+        with no_grad(), autocast(low), np.errstate(all="ignore"):
+            last = hidden(masters, tokens, config)[:, -1]  # (B, C)
+            return linear(last, masters[TIED]).data  # (B, V)
+
+    return logits

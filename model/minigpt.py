@@ -1,8 +1,9 @@
-"""The GPT in PyTorch: GPT-2's architecture and names. The backend around it: torch_backend.py.
+"""The GPT in PyTorch: GPT-2's architecture and names. torch_backend.py trains it and decode.py draws text from it.
 
 B batch · T time · C channels · V vocabulary · L layers · NH heads · HS head size (C / NH)
 """
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from amp.autocast import LOW_DTYPES
 from model import hugging_face
 from model.bf16_linear import BF16Linear
-from model.config import GPTConfig
+from model.config import GPTConfig, checked_weights
 
 
 class Attention(nn.Module):
@@ -36,9 +37,10 @@ class Attention(nn.Module):
 
 
 def attention(q, k, v, dropout):  # (B, NH, T, HS) each
-    """Causal attention. On a CPU 16-bit operands are multiplied in fp32, as the table asks and emulation does it:
+    """Causal attention, (B, NH, T, HS). On a CPU, 16-bit operands are multiplied in fp32 and the result is rounded.
 
-    PyTorch's own 16-bit backward takes five times as long there, a third of a whole step.
+    That is what the table asks for and what emulation does. PyTorch's own 16-bit backward pass takes five times as long
+    there, a third of a whole step.
     """
     if q.device.type != "cpu" or q.dtype not in LOW_DTYPES.values():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
@@ -48,6 +50,8 @@ def attention(q, k, v, dropout):  # (B, NH, T, HS) each
 
 
 class MLP(nn.Module):
+    """Two linear layers with GELU between them, for each token alone."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
@@ -59,6 +63,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """x + attention(LayerNorm(x)), then the same with the MLP."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.dropout = config.dropout
@@ -81,12 +87,12 @@ class MiniGPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        # Of so many blocks at a time backward recomputes the inside. 0: it is kept, and of the last ones it always is,
+        # Backward recomputes the inside of so many blocks at a time; 0: all is kept. The last blocks are always kept,
         # since backward begins with them.
         self.recomputed = 0
         self.recompute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
-    def blocks(self, x, start: int, stop: int):  # (B, T, C)
+    def run_blocks(self, x, start: int, stop: int):  # (B, T, C)
         for layer in range(start, min(stop, len(self.h))):
             x = self.h[layer](x)
         return x
@@ -95,10 +101,12 @@ class MiniGPT(nn.Module):
         B, T = tokens.shape
         x = self.wte(tokens) + self.wpe.weight[:T]  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
-        L, size = len(self.h), self.recomputed or len(self.h)
+        L = len(self.h)
+        size = self.recomputed or L
         for start in range(0, L, size):
-            again = self.training and start + size < L
-            x = self.recompute(self.blocks, x, start, start + size) if again else self.blocks(x, start, start + size)
+            stop = start + size
+            again = self.training and stop < L
+            x = self.recompute(self.run_blocks, x, start, stop) if again else self.run_blocks(x, start, stop)
         logits = F.linear(self.ln_f(x), self.wte.weight)  # (B, T, V), the head is tied to the embedding
         logits = logits.to(x.dtype)  # out of the low dtype: softmax and cross-entropy are fp32
         if targets is None:
@@ -106,21 +114,26 @@ class MiniGPT(nn.Module):
         return F.cross_entropy(logits.view(B * T, -1), targets.reshape(B * T), reduction="none").view(B, T).mean(1)
 
     @classmethod
-    def from_pretrained(cls, wanted: str | Path) -> "MiniGPT":
-        """A GPT-2 folder of transformers' or ours, or a published one's name ("gpt2"). In evaluation mode, fp32."""
-        folder = hugging_face.published(str(wanted)) or Path(wanted)
-        weights, sizes = hugging_face.load(folder)
-        gpt = cls(GPTConfig(**sizes)).eval()
-        gpt.load_weights({name: w.astype(np.float32, copy=False) for name, w in weights.items()})
+    def from_weights(
+        cls, config: GPTConfig, weights: Mapping[str, np.ndarray], device: str | torch.device = "cpu"
+    ) -> "MiniGPT":
+        """A model with copies of the weights, in fp32. ValueError names a tensor that does not fit."""
+        with torch.device("meta"):  # shapes without memory: PyTorch then draws no weights, which would be overwritten
+            gpt = cls(config)
+        gpt.to_empty(device=device)
+        gpt.load_weights(weights)
         return gpt
 
+    @classmethod
+    def from_pretrained(cls, wanted: str | Path) -> "MiniGPT":
+        """A GPT-2 from a folder of transformers' or ours, or by a published name ("gpt2"). In evaluation mode, fp32."""
+        folder = hugging_face.published(str(wanted)) or Path(wanted)
+        weights, sizes = hugging_face.load(folder)
+        return cls.from_weights(GPTConfig(**sizes), weights).eval()
+
     @torch.no_grad()
-    def load_weights(self, weights: dict[str, np.ndarray]) -> None:
-        """Copies arrays into the parameters of the same names. ValueError where names or shapes differ."""
-        own = dict(self.named_parameters())
-        if missing := sorted(own.keys() ^ weights.keys()):
-            raise ValueError(f"the weights do not fit this model: {missing[0]} is missing on one side")
-        for name, parameter in own.items():
-            if parameter.shape != weights[name].shape:
-                raise ValueError(f"{name}: expected shape {tuple(parameter.shape)}, got {weights[name].shape}")
-            parameter.copy_(torch.from_numpy(weights[name]))
+    def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Copies arrays into the parameters of the same names. ValueError names a tensor that does not fit."""
+        arrays = checked_weights(self.config, weights)
+        for name, parameter in self.named_parameters():
+            parameter.copy_(torch.from_numpy(arrays[name]))

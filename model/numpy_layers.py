@@ -2,12 +2,12 @@
 
 B batch · T time · N tokens (B · T) · C channels · V vocabulary · NH heads · HS head size (C / NH)
 
-The gradient of the loss by `x` is `dx`. A layer's forward returns its result, and what its backward needs where that is
+The gradient of the loss by `x` is `dx`. A layer's forward returns its result, and further arrays if its backward needs
 more than inputs and result. Tokens lie flat, (N, C), so that a product over a batch is one product.
 
-`low` is the compute dtype. Operands of products are kept narrow, in 16 bits, and widened to fp32 for the product; its
-result and its gradients are rounded (the table of amp/policy.py). All other arithmetic is fp32. Where low is "fp32"
-nothing is rounded, so arrays in fp64 go through in fp64.
+`low` is the compute dtype. Operands of products are kept narrow: in 16 bits, as amp/formats.py's `narrow` keeps them.
+For the product they are widened to fp32, and its result and its gradients are rounded (the table of amp/policy.py). All
+other arithmetic is fp32. With low = "fp32" nothing is rounded, and arrays in fp64 stay fp64.
 """
 
 import math
@@ -20,8 +20,8 @@ from amp.formats import narrow, round_to, widen
 GELU_SCALE, GELU_CUBIC = (2 / math.pi) ** 0.5, 0.044715
 
 
-def rounded(x, low):
-    """Rounds to the compute dtype; the storage stays as it is."""
+def round_if_low(x, low):
+    """x with its values rounded to bf16 or fp16, still as an fp32 array. In fp32 x itself, so fp64 stays fp64."""
     return x if low == "fp32" else round_to(x, low)
 
 
@@ -32,15 +32,16 @@ def rounded(x, low):
 
 
 def dropout(x, rate, random):
-    """y = x · kept / (1 - rate), kept = 1 with probability 1 - rate. No generator: x itself."""
+    """y = x · mask / (1 - rate), and the mask: 1 with probability 1 - rate. Without a generator x itself, and None."""
     if rate == 0 or random is None:
         return x, None
-    kept = random.random(x.shape, dtype=np.float32) >= rate
-    return x * kept * (1 / (1 - rate)), kept
+    mask = random.random(x.shape, dtype=np.float32) >= rate
+    return x * mask * (1 / (1 - rate)), mask
 
 
-def dropout_backward(dy, rate, kept):
-    return dy if kept is None else dy * kept * (1 / (1 - rate))
+def dropout_backward(dy, rate, mask):
+    """dx = dy · mask / (1 - rate)"""
+    return dy if mask is None else dy * mask * (1 / (1 - rate))
 
 
 # ---- embedding
@@ -53,7 +54,7 @@ def embedding(tokens, wte, wpe):  # (B, T), (V, C), (block size, C)
 
 
 def embedding_backward(dx, tokens, wte, wpe):  # (N, C)
-    """A row of wte gets the sum of dx over all places where its token stands, a row of wpe over the batch."""
+    """A row of dwte is the sum of dx over all places where its token stands, a row of dwpe the sum over the batch."""
     B, T = tokens.shape
     dwte, dwpe = np.zeros_like(wte), np.zeros_like(wpe)
     order = np.argsort(tokens.ravel(), kind="stable")  # equal tokens side by side: one sum for each
@@ -67,7 +68,10 @@ def embedding_backward(dx, tokens, wte, wpe):  # (N, C)
 
 
 def layer_norm(x, weight, bias, eps=1e-5):  # (N, C)
-    """y = weight · x̂ + bias, x̂ = (x - mean) · rstd, rstd = 1 / sqrt(variance + eps), over the channels of a token"""
+    """y = weight · x̂ + bias, x̂ = (x - mean) · rstd, rstd = 1 / sqrt(variance + eps), over the channels of a token
+
+    Returns y (N, C), and x̂ (N, C) and rstd (N, 1) for the backward pass.
+    """
     xhat = x - x.mean(-1, keepdims=True)
     rstd = 1 / np.sqrt(_mean_of_products(xhat, xhat) + eps)  # (N, 1)
     xhat *= rstd
@@ -75,9 +79,9 @@ def layer_norm(x, weight, bias, eps=1e-5):  # (N, C)
 
 
 def layer_norm_backward(dy, weight, xhat, rstd):
-    """x reaches y by three ways: itself, the mean, and rstd. With dx̂ = dy · weight,
+    """dx = rstd · (dx̂ - mean(dx̂) - x̂ · mean(dx̂ · x̂)), with dx̂ = dy · weight
 
-    dx = rstd · (dx̂ - mean(dx̂) - x̂ · mean(dx̂ · x̂))
+    x reaches y by three ways, a term for each: by itself, through the mean, and through rstd.
     """
     dweight, dbias = np.einsum("nc,nc->c", dy, xhat), dy.sum(0)
     dxhat = dy * weight
@@ -106,10 +110,10 @@ def linear(x, weight, bias, low):  # (N, in), (out, in), (out,) or None, all nar
 def linear_backward(dy, x, weight, low):
     """dx = dy W, dW = dyᵀ x, db = sum of dy over the tokens.
 
-    dW and db stay in fp32: they are the sums of a part of the batch, and are rounded when the parts are added.
+    dW and db stay in fp32: they are sums over a part of the batch. They are rounded when the parts have been added.
     """
-    dy = rounded(dy, low)
-    return rounded(dy @ widen(weight), low), dy.T @ widen(x), dy.sum(0)
+    dy = round_if_low(dy, low)
+    return round_if_low(dy @ widen(weight), low), dy.T @ widen(x), dy.sum(0)
 
 
 # ---- GELU, GPT-2's approximation by tanh (Hendrycks & Gimpel 2016)
@@ -142,7 +146,7 @@ def gelu_backward(dy, x):
 
 
 def _gelu_tanh(x, xx):
-    """tanh(u); in the memory of xx = x²"""
+    """tanh(u), written into the memory of xx = x²"""
     xx *= GELU_SCALE * GELU_CUBIC
     xx += GELU_SCALE
     xx *= x
@@ -155,37 +159,38 @@ def _gelu_tanh(x, xx):
 def attention(qkv, B, NH, low, rate, random):  # (N, 3C), narrow
     """o = p v, p = softmax(s), s = q kᵀ / sqrt(HS) for each head; a token sees itself and those before it.
 
-    As a fused kernel does it, s stays in fp32, and p is rounded, as an operand of the second product.
+    s stays in fp32, as in a fused kernel; p is rounded, since it is an operand of the second product. Returns o (N, C)
+    and p (B, NH, T, T), both narrow, and dropout's mask of p.
     """
     q, k, v = _heads(widen(qkv), B, NH, 3)  # (B, NH, T, HS) each
     T, HS = q.shape[2:]
-    p = (q * HS**-0.5) @ k.swapaxes(-1, -2)  # (B, NH, T, T), as yet s
+    p = (q * HS**-0.5) @ k.swapaxes(-1, -2)  # (B, NH, T, T), so far s
     p += _future(T)  # e^-inf is 0
     p -= p.max(-1, keepdims=True)  # e^x cannot overflow then, and the softmax is the same
     np.exp(p, out=p)
     p /= np.einsum("bhts->bht", p)[..., None]
     p = narrow(p, low)
-    dropped, kept = dropout(widen(p), rate, random)
+    dropped, mask = dropout(widen(p), rate, random)
     o = np.empty((len(qkv), NH * HS), dtype=dropped.dtype)  # (N, C)
-    _heads(o, B, NH)[0][...] = (dropped if kept is None else rounded(dropped, low)) @ v
-    return narrow(o, low), p, kept
+    _heads(o, B, NH)[0][...] = (dropped if mask is None else round_if_low(dropped, low)) @ v
+    return narrow(o, low), p, mask
 
 
-def attention_backward(do, qkv, p, kept, B, NH, low, rate):  # (N, C)
+def attention_backward(do, qkv, p, mask, B, NH, low, rate):  # (N, C)
     """dv = pᵀ do, dp = do vᵀ; by the softmax ds = p · (dp - Σ dp · p); dq = ds k / sqrt(HS), dk = dsᵀ q / sqrt(HS).
 
-    The sum goes over the tokens that one token sees. What no token sees has p = 0, hence ds = 0. dq, dk and dv are
-    rounded where linear_backward takes them.
+    The sum goes over the tokens that one token sees. A token in the future has p = 0, hence ds = 0. dq, dk and dv
+    (N, 3C) are not rounded here: linear_backward rounds what it is given.
     """
     q, k, v = _heads(widen(qkv), B, NH, 3)  # (B, NH, T, HS) each
     (do,) = _heads(do, B, NH)
     p = widen(p)
-    dropped = p if kept is None else rounded(dropout_backward(p, rate, kept), low)
-    ds = dropout_backward(do @ v.swapaxes(-1, -2), rate, kept)  # (B, NH, T, T), as yet dp
+    dropped = p if mask is None else round_if_low(dropout_backward(p, rate, mask), low)
+    ds = dropout_backward(do @ v.swapaxes(-1, -2), rate, mask)  # (B, NH, T, T), so far dp
     ds -= np.einsum("bhts,bhts->bht", ds, p)[..., None]
     ds *= p
     ds *= q.shape[-1] ** -0.5
-    ds = rounded(ds, low)
+    ds = round_if_low(ds, low)
     dqkv = np.empty(qkv.shape, dtype=ds.dtype)  # (N, 3C)
     dq, dk, dv = _heads(dqkv, B, NH, 3)
     dq[...] = ds @ k
@@ -196,7 +201,7 @@ def attention_backward(do, qkv, p, kept, B, NH, low, rate):  # (N, C)
 
 @lru_cache(maxsize=1)
 def _future(T):
-    """(T, T): -inf where a token would see one after it, else 0."""
+    """Attention's causal mask (T, T): -inf where a token would see one after it, else 0."""
     return np.triu(np.full((T, T), -np.inf, dtype=np.float32), 1)
 
 
@@ -205,7 +210,7 @@ def _heads(x, B, NH, n=1):
     return x.reshape(B, len(x) // B, n, NH, -1).transpose(2, 0, 3, 1, 4)
 
 
-# ---- softmax and cross-entropy, in one: together their derivative is simple
+# ---- softmax and cross-entropy in one layer: their common derivative is simpler than each of the two
 
 
 def cross_entropy(logits, targets):  # (N, V) narrow, (N,)

@@ -1,4 +1,8 @@
-"""The `torch` backend: PyTorch's autograd and AdamW around model/minigpt.py."""
+"""The `torch` backend: PyTorch's autograd and AdamW around model/minigpt.py.
+
+The two gradients of the tied embedding meet in autograd: wte.weight is a leaf of the lookup and of the head's product,
+and both add into its one `.grad`. Autocast has rounded the head's by then, and not the lookup's.
+"""
 
 import math
 import os
@@ -12,9 +16,9 @@ from amp import policy
 from amp.autocast import autocast, native_units, who_rounds
 from base.errors import BadInput
 from csrc.build import Unavailable
-from model.backends import Backend, Hardware, cpu_name, trained
+from model.backends import Backend, Hardware, Kernel, Sampler, cpu_name, trained
 from model.bf16_linear import choose
-from model.config import GPTConfig, initial_weights, parameters
+from model.config import GPTConfig, optimizer_groups
 from model.decode import decoder
 from model.minigpt import MiniGPT
 
@@ -54,83 +58,88 @@ def _device_name(device: torch.device) -> str:
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
-def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
-    """The backend for train.py's settings: initial weights drawn in NumPy, AdamW fused where PyTorch has it."""
+def build(settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray]) -> Backend:
+    """The backend that trains, from copies of `weights`. ValueError names a tensor that does not fit."""
     device = torch.device(hardware.device)
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.deterministic)
-    gpt = MiniGPT(config)
-    gpt.load_weights(initial_weights(config, settings.seed))
-    gpt.to(device)
-    try:
-        shape = (settings.batch_size * config.block_size, config.n_embd, 4 * config.n_embd)
-        op, kernel = choose(settings.kernel, device, hardware.dtype, shape)
-    except Unavailable as error:
-        raise BadInput(f"--kernel {settings.kernel}: {error}") from None
-    for block in gpt.h:
-        block.mlp.c_proj.op = op
-    if hardware.emulated:
-        kernel = kernel._replace(how=f"{kernel.how}; rounding by {who_rounds(device)}")
-    optimizer = _adamw(gpt, settings, device)
+    gpt = MiniGPT.from_weights(config, weights, device)
+    kernel = _choose_kernel(gpt, settings.kernel, hardware, settings.batch_size * config.block_size)
+    groups = optimizer_groups(config, dict(gpt.named_parameters()), settings.weight_decay)
+    betas, fused = (settings.beta1, settings.beta2), device.type in ("cpu", "cuda")
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=fused)
     forward = torch.compile(gpt) if settings.compile else gpt
     enter_autocast = partial(autocast, device.type, hardware.dtype, hardware.emulated)
     gpt.recomputed = int(settings.recompute)
-    if hardware.emulated:  # torch enters its own autocast again in backward, of our emulation it does not know
+    if hardware.emulated:  # in backward torch enters its own autocast again; it does not know of our emulation
         gpt.recompute = partial(gpt.recompute, context_fn=partial(_emulation_again, device.type))
 
     def tensors(*arrays):
         return [torch.from_numpy(np.ascontiguousarray(a)).to(device, non_blocking=True) for a in arrays]  # no host wait
 
     def loss(x, y, key):
-        # One seed a forward, outside anything compiled: the same key drops the same units, on a resume or a second run.
+        # The key seeds each forward pass, so that the same key drops the same units; outside anything compiled.
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
         return forward(*tensors(x, y)).mean()
 
     def clip_grad_norm_(max_norm):
         parameters = trained(optimizer)
-        if max_norm == math.inf:  # no clipping: measure only, or a norm beyond fp32 would turn gradients into inf / inf
+        if max_norm == math.inf:  # only measured: with a norm beyond fp32's range, inf / inf would make gradients NaN
             return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     @torch.no_grad()
-    def evaluating(*arrays):
+    def evaluate(x, y):
         if policy.compute_dtype() != "fp32":
-            # torch.autocast keeps 16-bit weights for its block; made without gradients they would cut training's off.
+            # torch.autocast keeps 16-bit copies of weights until its block ends. Copies made here, without gradients,
+            # would be used by training's forward pass and cut its gradients off.
             raise RuntimeError("evaluation inside a training autocast block: leave the block first")
         gpt.eval()
         try:
             with enter_autocast():
-                return gpt(*tensors(*arrays))
+                return gpt(*tensors(x, y)).double().cpu().numpy()
         finally:
             gpt.train()
 
-    def evaluate(x, y):
-        return evaluating(x, y).double().cpu().numpy()
-
-    def logits(tokens):
-        return evaluating(tokens)[:, -1].cpu().numpy()
-
-    decode = partial(decoder, gpt, hardware.dtype)
-    state, load_state = partial(_state, gpt, optimizer), partial(_load_state, gpt, optimizer)
     return Backend(
-        loss, optimizer, enter_autocast, clip_grad_norm_, evaluate, logits, decode, state, load_state, kernel
+        model=loss,
+        optimizer=optimizer,
+        autocast=enter_autocast,
+        clip_grad_norm_=clip_grad_norm_,
+        evaluate=evaluate,
+        decoder=partial(decoder, gpt, hardware.dtype),
+        state=partial(_state, gpt, optimizer),
+        load_optimizer=partial(_load_optimizer, optimizer),
+        kernel=kernel,
     )
 
 
+def sampler(hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray], held: str) -> Sampler:
+    """The model to draw text from: with a KV cache, and in bf16 with our kernel, which holds the weights as `held`."""
+    gpt = MiniGPT.from_weights(config, weights, hardware.device).eval()
+    kernel = _choose_kernel(gpt, "auto", hardware, tokens=config.block_size)  # a prompt that fills the context
+    return Sampler(decoder(gpt, hardware.dtype, held), kernel)
+
+
+def _choose_kernel(gpt: MiniGPT, kernel: str, hardware: Hardware, tokens: int) -> Kernel:
+    """Sets the op of every mlp.c_proj, by --kernel and for products of so many tokens. Returns who computes it."""
+    device, C = torch.device(hardware.device), gpt.config.n_embd
+    try:
+        op, chosen = choose(kernel, device, hardware.dtype, (tokens, C, 4 * C))
+    except Unavailable as error:
+        raise BadInput(f"--kernel {kernel}: {error}") from None
+    for block in gpt.h:
+        block.mlp.c_proj.op = op
+    return chosen._replace(how=f"{chosen.how}; rounding by {who_rounds(device)}") if hardware.emulated else chosen
+
+
 def _emulation_again(device_type: str):
-    """For the two runs of a recomputed block: where it stands, and the precision that is active now once more."""
+    """Two contexts, for a block's forward pass and for its second run in backward: the precision that is active now.
+
+    The forward pass stands in that context already. torch.utils.checkpoint asks for both when it begins.
+    """
     return nullcontext(), autocast(device_type, policy.compute_dtype(), emulated=True)
-
-
-def _adamw(gpt: MiniGPT, settings, device: torch.device) -> torch.optim.AdamW:
-    named, table = dict(gpt.named_parameters()), parameters(gpt.config)
-    groups = [
-        {"params": [(p.name, named[p.name]) for p in table if p.decay == decay], "weight_decay": weight_decay}
-        for decay, weight_decay in ((True, settings.weight_decay), (False, 0.0))
-    ]
-    betas = (settings.beta1, settings.beta2)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=device.type in ("cpu", "cuda"))
 
 
 def _named_parameters(optimizer):
@@ -154,14 +163,11 @@ def _state(gpt: MiniGPT, optimizer) -> dict[str, dict[str, np.ndarray]]:
     return {"model": weights, "optimizer": moments | {"step": np.array(step, dtype=np.int64)}}
 
 
-def _load_state(gpt: MiniGPT, optimizer, arrays: dict[str, dict[str, np.ndarray]]) -> None:
-    gpt.load_weights(arrays["model"])
-    moments = arrays.get("optimizer")
-    if moments is None:  # a model alone, to sample from
-        return
+def _load_optimizer(optimizer, moments: dict[str, np.ndarray]) -> None:
+    """Copies the "optimizer" of a state into AdamW. Its fused version keeps the number of steps on the device."""
     for name, parameter in _named_parameters(optimizer):
-        kept = {m: torch.from_numpy(moments[f"{m}.{name}"].copy()) for m in ("exp_avg", "exp_avg_sq")}
-        step = torch.tensor(float(moments["step"]), dtype=torch.float32)
-        if optimizer.defaults["fused"]:
-            step = step.to(parameter.device)
-        optimizer.state[parameter] = {"step": step} | {m: t.to(parameter.device) for m, t in kept.items()}
+        step_device = parameter.device if optimizer.defaults["fused"] else torch.device("cpu")
+        kept = {"step": torch.tensor(float(moments["step"]), dtype=torch.float32, device=step_device)}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            kept[moment] = torch.from_numpy(moments[f"{moment}.{name}"].copy()).to(parameter.device)
+        optimizer.state[parameter] = kept

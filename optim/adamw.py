@@ -1,28 +1,35 @@
-"""AdamW in NumPy: fp32 master weights and moments, and what mixed precision computes with, refreshed after each step.
+"""AdamW in NumPy, for the backends that do not import torch: master weights, their 16-bit shadows, moments, clipping.
 
 Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", as torch.optim.AdamW computes it.
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from amp.formats import narrow
+from base.dtypes import Dtype
 
 
 class Parameter:
-    """A master weight `.data`, its gradient `.grad` of the same type, and its 16-bit `.shadow`, for products."""
+    """An fp32 master weight `.data`, its gradient `.grad` of the same type, and its copy `.shadow` in `dtype`.
 
-    def __init__(self, data: np.ndarray, dtype: str = "fp32"):
-        self.data, self.grad, self.dtype = data, None, dtype
+    The shadow is an operand of products, kept as amp/formats.py's `narrow` keeps 16 bits. In fp32 it is `.data` itself.
+    """
+
+    def __init__(self, data: np.ndarray, dtype: Dtype = "fp32"):
+        self.data, self.dtype = data, dtype
+        self.grad: np.ndarray | None = None
         self.refresh()
 
     def refresh(self) -> None:
-        self.shadow = narrow(self.data, self.dtype)  # in fp32 the weight itself
+        """Rounds the master weight into the shadow anew, after a step has changed it."""
+        self.shadow = narrow(self.data, self.dtype)
 
 
 class AdamW:
-    """`param_groups` as torch's: dicts of params, param_names, weight_decay, lr, betas and eps."""
+    """The optimizer. `param_groups` are torch's: dicts of params, param_names, weight_decay, lr, betas and eps."""
 
     def __init__(self, param_groups: list[dict], lr: float, betas: tuple[float, float], eps: float = 1e-8):
         self.param_groups = [{"lr": lr, "betas": betas, "eps": eps, **group} for group in param_groups]
@@ -32,9 +39,9 @@ class AdamW:
         self.exp_avg_sq = {name: np.zeros_like(parameter.data) for name, parameter in named}
 
     def step(self) -> None:
-        """w -= lr · (m̂ / (sqrt(v̂) + eps) + decay · w), m̂ and v̂ the moments without their bias towards zero.
+        """w -= lr · (m̂ / (sqrt(v̂) + eps) + decay · w), with m̂ and v̂ the moments without their bias towards zero.
 
-        The bias of v is taken out of the fraction: sqrt(v̂) + eps = (sqrt(v) + eps · root) / root.
+        v̂ = v / root², so sqrt(v̂) + eps = (sqrt(v) + eps · root) / root. A parameter without a gradient stays as it is.
         """
         self.steps += 1
         for group in self.param_groups:
@@ -53,6 +60,7 @@ class AdamW:
                 parameter.refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, or fills their arrays with zeros."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if set_to_none:
@@ -61,22 +69,28 @@ class AdamW:
                     parameter.grad[...] = 0
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the moments by parameter name, and the number of steps."""
+        """Copies of both moments, as exp_avg.NAME and exp_avg_sq.NAME, and the number of steps, as step."""
         moments = {f"exp_avg.{name}": m.copy() for name, m in self.exp_avg.items()}
         moments |= {f"exp_avg_sq.{name}": v.copy() for name, v in self.exp_avg_sq.items()}
         return moments | {"step": np.array(self.steps, dtype=np.int64)}
 
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Copies what `state_dict` returned."""
         for name in self.exp_avg:
             self.exp_avg[name][...] = state[f"exp_avg.{name}"]
             self.exp_avg_sq[name][...] = state[f"exp_avg_sq.{name}"]
         self.steps = int(state["step"])
 
 
-def clip_grad_norm_(parameters: list[Parameter], max_norm: float) -> float:
-    """Scales all gradients so that their common norm is `max_norm` at most, and returns the norm they had.
+def state(masters: Mapping[str, Parameter], optimizer: AdamW) -> dict[str, dict[str, np.ndarray]]:
+    """Copies of all that AdamW changes, as a checkpoint keeps it: {"model": weights, "optimizer": moments and step}."""
+    return {"model": {name: p.data.copy() for name, p in masters.items()}, "optimizer": optimizer.state_dict()}
 
-    With no bound they are left alone: beyond fp32's range the norm is inf, and inf / inf is no factor.
+
+def clip_grad_norm_(parameters: list[Parameter], max_norm: float) -> float:
+    """Scales all gradients so that their common norm is `max_norm` at most. Returns the norm that they had.
+
+    `max_norm` inf scales nothing: where a norm is beyond fp32's range, inf / inf would be NaN.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     with np.errstate(over="ignore", invalid="ignore"):

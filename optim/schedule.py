@@ -4,10 +4,11 @@ import math
 
 
 def learning_rate(step: int, steps: int, lr: float, min_lr: float | None, warmup: int) -> float:
-    """The learning rate of `step` (0 to steps - 1). The first is above 0, the last is `min_lr` (`lr` of one step only).
+    """The learning rate of `step`, which counts from 0 to steps - 1.
 
-    `warmup` steps climb to `lr` in equal parts; a warm-up longer than the run ends one step before it. min_lr: None
-    means a tenth of `lr`.
+    In the first `warmup` steps the rate climbs to `lr` in equal parts, from above 0. Then it falls along half a cosine,
+    and the last step has `min_lr`. A warm-up as long as the run, or longer, ends one step before the run does. The only
+    step of a run of one has `lr`. min_lr: None means a tenth of `lr`.
     """
     warmup = min(warmup, steps - 1)
     if step < warmup:

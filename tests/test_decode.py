@@ -1,7 +1,6 @@
 """Decoding with a KV cache draws what the whole context would have drawn."""
 
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -121,9 +120,12 @@ def test_the_text_at_temperature_zero_equals_that_without_a_cache(gpt):
 
 def test_the_backend_hands_it_out():
     from model import torch_backend
+    from model.backends import Hardware
     from settings import Settings
 
-    hardware = SimpleNamespace(device="cpu", dtype="fp32", emulated=False)
-    backend = torch_backend.build(Settings(), hardware, CONFIG)
+    hardware, weights = Hardware("cpu", "this CPU", "fp32", False, ""), initial_weights(CONFIG, 0)
+    backend = torch_backend.build(Settings(), hardware, CONFIG, weights)
     tokens = contexts(5)[0]
-    np.testing.assert_allclose(backend.decoder("fp32")(tokens), backend.logits(tokens), rtol=0, atol=2e-5)
+    expected = MiniGPT.from_weights(CONFIG, weights).eval()(torch.from_numpy(tokens))[:, -1].detach().numpy()
+    for logits in (backend.decoder("fp32"), torch_backend.sampler(hardware, CONFIG, weights, "fp32").logits):
+        np.testing.assert_allclose(logits(tokens), expected, rtol=0, atol=2e-5)

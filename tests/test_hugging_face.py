@@ -14,13 +14,11 @@ import torch
 import sample
 from base.errors import BadInput
 from data.tokenizers import ByteTokenizer
-from model import torch_backend
-from model.backends import Hardware
 from model.config import GPTConfig, initial_weights, parameters
 from model.hugging_face import published
 from model.minigpt import MiniGPT
 from run import checkpoint, folder
-from settings import Settings
+from tests.conftest import build
 
 CONFIG = GPTConfig(vocab_size=256, block_size=32, n_layer=2, n_head=2, n_embd=32, dropout=0.1)
 TOKENS = np.random.default_rng(0).integers(0, 256, size=(3, 32))
@@ -61,8 +59,7 @@ def assert_same_logits(ours: MiniGPT, their_model) -> None:
 
 
 def test_a_step_folder_opens_in_transformers_with_our_logits(tmp_path):
-    ours = MiniGPT(CONFIG).eval()
-    ours.load_weights(initial_weights(CONFIG, 1))
+    ours = MiniGPT.from_weights(CONFIG, initial_weights(CONFIG, 1)).eval()
     assert_same_logits(ours, theirs(save(tmp_path, initial_weights(CONFIG, 1))))
 
 
@@ -103,8 +100,7 @@ def test_there_and_back_no_byte_changes(tmp_path):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_names_on_disk_are_gpt2s_whatever_wraps_the_model(compiled):
     """torch.compile's wrapper would call them _orig_mod.h.0…, DistributedDataParallel's module.h.0…"""
-    settings = Settings(compile=compiled)
-    backend = torch_backend.build(settings, Hardware("cpu", "this CPU", "fp32", False, ""), CONFIG)
+    backend = build("torch", "fp32", CONFIG, compile=compiled)
     names = [p.name for p in parameters(CONFIG)]
     state = backend.state()
     assert sorted(state["model"]) == sorted(names)

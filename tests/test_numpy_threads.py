@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
-from data.batches import Batches
-from model import numpy_backend, numpy_threads
-from model.config import GPTConfig
-from settings import Settings
-from tests.conftest import train_steps
+from model import numpy_threads
+from tests.conftest import batches, build, train_steps
 
 
 @pytest.mark.parametrize("rows", range(1, 9))
@@ -23,22 +20,21 @@ def test_shards_are_all_rows_in_order(rows):
     assert len(parts[0]) - len(parts[-1]) in (0, 1)
 
 
-def trained(monkeypatch, cores: int, batch_size: int) -> dict[str, np.ndarray]:
-    """The state after three steps with dropout, and the losses."""
+def trained_on(monkeypatch, cores: int, backend: str, batch_size: int) -> dict[str, np.ndarray]:
+    """The losses of three steps with dropout, and the state after them."""
     monkeypatch.setattr(numpy_threads, "cores", lambda: cores)
-    config = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, dropout=0.1)
-    backend = numpy_backend.build(Settings(), numpy_backend.hardware("cpu", "bf16", "auto"), config)
-    batches = Batches(np.arange(1000) ** 2 // 7 % 11, 8, batch_size, seed=1)
-    losses = train_steps(backend, batches, range(3))
-    state = backend.state()
+    built = build(backend, "fp16")
+    losses = train_steps(built, batches(batch_size), range(3))
+    state = built.state()
     return {"losses": np.array(losses)} | state["model"] | state["optimizer"]
 
 
+@pytest.mark.parametrize("backend", ["numpy", "engine"])
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_the_number_of_cores_does_not_change_a_bit(monkeypatch, batch_size):
-    one = trained(monkeypatch, 1, batch_size)
+def test_the_number_of_cores_does_not_change_a_bit(monkeypatch, backend, batch_size):
+    one = trained_on(monkeypatch, 1, backend, batch_size)
     for cores in (2, 8):
-        for name, array in trained(monkeypatch, cores, batch_size).items():
+        for name, array in trained_on(monkeypatch, cores, backend, batch_size).items():
             assert array.tobytes() == one[name].tobytes(), f"{name} on {cores} cores"
 
 
@@ -52,13 +48,13 @@ def test_two_threads_where_there_are_two_cores(monkeypatch, cores, threads):
             met.wait()
         return f"{number}{letter}", threading.current_thread() is threading.main_thread()
 
-    assert numpy_threads.run(work, [1, 2], "ab") == [("1a", threads == 1), ("2b", threads == 1)]
+    assert numpy_threads.map_shards(work, [1, 2], "ab") == [("1a", threads == 1), ("2b", threads == 1)]
 
 
 def test_an_exception_of_a_shard_is_the_caller_s(monkeypatch):
     monkeypatch.setattr(numpy_threads, "cores", lambda: 2)
     with pytest.raises(ZeroDivisionError):
-        numpy_threads.run(lambda x: 1 / x, [1, 0])
+        numpy_threads.map_shards(lambda x: 1 / x, [1, 0])
 
 
 def test_blas_is_held_to_one_thread():

@@ -202,7 +202,7 @@ def test_a_prompt_longer_than_the_context_is_cropped_with_a_note(run_folder, tmp
     assert sample.main(arguments) == 0
     out, err = capsys.readouterr()
     assert out.startswith(prompt.read_text())
-    assert err == "note: of 85 prompt tokens the model sees the last 16\n"
+    assert err == "note: the model sees the last 16 of 85 prompt tokens\n"
 
 
 def test_unknown_characters_are_named_or_skipped(run_folder, capsys):
