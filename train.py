@@ -14,13 +14,11 @@ from data import tokenizers
 from data.batches import Batches, mean_loss
 from data.corpus import load_corpus
 from model import backends
-from model.backends import Backend
-from model.config import GPTConfig, initial_weights
+from model.config import GPTConfig, config_of, initial_weights
 from model.generate import generate, start_of_text
 from optim.schedule import learning_rate
 from request import Request, read
 from run import checkpoint, resume
-from run.checkpoint import NotSaved
 from run.due import due
 from run.folder import Saver, open_folder
 from run.log import Clock, Log, Row
@@ -40,7 +38,7 @@ class Diverged(RuntimeError):
     """The run came to its end, but not to a model."""
 
 
-def step(backend: Backend, scaler: DynamicLossScaler, batches: Batches, settings: Settings, number: int):
+def step(backend: backends.Backend, scaler: DynamicLossScaler, batches: Batches, settings: Settings, number: int):
     """One optimizer step on the rows of step `number`. Returns the losses of its micro-batches and the gradient norm.
 
     Both are as the backend has them, on the device: to read them is for those who need the numbers.
@@ -97,7 +95,7 @@ class Run(NamedTuple):
     request: Request
     config: GPTConfig
     tokenizer: Any
-    backend: Backend
+    backend: backends.Backend
     scaler: DynamicLossScaler
     batches: Batches
     out: Path
@@ -121,8 +119,7 @@ def begin(request: Request) -> Iterator[Run]:
     else:
         tokenizer = tokenizers.train_tokenizer(settings.tokenizer, corpus.text, settings.vocab_size)
     batches = Batches(tokenizer.encode(corpus.text), settings.block_size, settings.batch_size, settings.seed)
-    sizes = {name: getattr(settings, name) for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout")}
-    config = GPTConfig(vocab_size=tokenizer.vocab_size, **sizes)
+    config = config_of(settings, tokenizer.vocab_size)
     weights = arrays["model"] if resume_from else initial_weights(config, settings.seed)
     backend = backends.module(settings.backend).build(settings, hardware, config, weights)
     scaler = resume.build_scaler(settings, manifest)
@@ -132,9 +129,9 @@ def begin(request: Request) -> Iterator[Run]:
         backend.load_optimizer(arrays["optimizer"])
         notes += checkpoint.notes(resume_from, manifest)
         notes += resume.notes(settings, request.asked, hardware, backend.kernel, versions, manifest)
-    about = checkpoint.unknown_keys(manifest) | resume.about_run(
-        settings, request.asked, hardware, backend.kernel, config, corpus, tokenizers.fingerprint(tokenizer), versions
-    )
+    fingerprint = tokenizers.fingerprint(tokenizer)
+    about = resume.about_run(settings, request.asked, hardware, backend.kernel, config, corpus, fingerprint, versions)
+    about |= checkpoint.unknown_keys(manifest)
     del arrays, manifest, weights  # three times the model's size, which a whole run need not hold
     out, lock = open_folder(settings, hardware.dtype, resume_from, first_step)
     say(words.header(notes, settings, hardware, backend.kernel, config, batches, corpus.name, out, first_step))
@@ -152,10 +149,8 @@ def measure(run: Run, done: int, lr: float, losses: list, grad_norm, validate: b
     """The row of the step that was just made. To read the losses is to wait for the device; then the clock stops."""
     loss = sum(loss.item() for loss in losses) / len(losses)
     tokens_per_second = run.clock.stop(done)
-    val, val_error = None, None
-    if validate:
-        windows = run.batches.windows("val", max(1, EVALUATION_TOKENS // run.config.block_size))
-        val, val_error = mean_loss(run.backend.evaluate, windows)
+    windows = run.batches.windows("val", max(1, EVALUATION_TOKENS // run.config.block_size))
+    val, val_error = mean_loss(run.backend.evaluate, windows) if validate else (None, None)
     return Row(
         step=done,
         loss=loss,
@@ -176,7 +171,7 @@ def end(run: Run, row: Row) -> None:
     """Says how the run ended. NotSaved, Stopped or Diverged where it did not come to its end with a saved model."""
     settings, out = run.request.settings, run.out
     if run.saver.fault:
-        raise NotSaved(f"{run.saver.fault}; earlier checkpoints are as they were")
+        raise checkpoint.NotSaved(f"{run.saver.fault}; earlier checkpoints are as they were")
     if run.stop.signal:
         raise Stopped(run.stop.signal, f"{run.saver.state_of(row)}; go on with: {words.go_on(settings, out, row.step)}")
     if row.val is None or not math.isfinite(row.val):
@@ -196,7 +191,7 @@ def start(argv: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 trained, 1 diverged, out of memory or not saved, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
-    stops = (TooManySkips, Diverged, NotExact, NotSaved)
+    stops = (TooManySkips, Diverged, NotExact, checkpoint.NotSaved)
     too_large = "use a smaller --batch-size with more --accumulation"
     return run_script("train.py", lambda: start(sys.argv[1:] if argv is None else argv), stops, too_large)
 

@@ -2,10 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+from settings import Settings
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,12 @@ class GPTConfig:
     n_head: int  # NH
     n_embd: int  # C
     dropout: float = 0.0
+
+
+def config_of(settings: Settings, vocab_size: int) -> GPTConfig:
+    """The model that settings ask for; the tokenizer decides the size of the vocabulary."""
+    sizes = {f.name: getattr(settings, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+    return GPTConfig(vocab_size=vocab_size, **sizes)
 
 
 # One weight has two uses. As the embedding, its rows are looked up in fp32. As the head, it is an operand of a product,

@@ -50,6 +50,7 @@ TESTED_IN = {
     "watch/words.py": "test_train.py",
     "run/due.py": "test_train.py",
     "base/files.py": "test_checkpoint.py",
+    "base/dtypes.py": "test_settings.py",
     "model/cost.py": "test_config.py",
     "model/torch_backend.py": "test_minigpt.py",
     "model/numpy_backend.py": "test_numpy_gpt.py",

@@ -25,14 +25,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ROOMS_WITHOUT_TORCH = ("base", "data", "optim", "engine", "run", "watch", "request", "settings", "train", "sample")
 FILES_WITHOUT_TORCH = ("amp/formats.py", "amp/policy.py", "amp/scaler.py", "model/backends.py", "model/config.py")
 LONGEST_FILE = 400
-PATH_OF_A_STEP = (
-    "train.py",
-    "settings.py",
-    "data/batches.py",
-    "amp/*.py",
-    "model/minigpt.py",
-    "model/torch_backend.py",
-)
+PATH_OF_A_STEP = ("train.py", "settings.py", "data/batches.py", "amp/*.py", "model/minigpt.py")
 
 
 def sources() -> list[Path]:

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from amp.formats import narrow, round_to, widen
-from model import numpy_layers as layers
+from model import numpy_layers
 
 B, T, C, NH, V = 2, 5, 8, 2, 11
 TOKENS, TARGETS = (np.random.default_rng(seed).integers(0, V, (B, T)) for seed in (0, 1))
@@ -22,26 +22,26 @@ def torch_attention(qkv):
 
 
 def our_attention(qkv):
-    o, p, kept = layers.attention(qkv, B, NH, "fp32", 0.0, None)
-    return o, lambda do: [layers.attention_backward(do, qkv, p, kept, B, NH, "fp32", 0.0)]
+    o, p, kept = numpy_layers.attention(qkv, B, NH, "fp32", 0.0, None)
+    return o, lambda do: [numpy_layers.attention_backward(do, qkv, p, kept, B, NH, "fp32", 0.0)]
 
 
 def our_layer_norm(x, weight, bias):
-    y, cache = layers.layer_norm(x, weight, bias)
-    return y, lambda dy: layers.layer_norm_backward(dy, weight, *cache)
+    y, cache = numpy_layers.layer_norm(x, weight, bias)
+    return y, lambda dy: numpy_layers.layer_norm_backward(dy, weight, *cache)
 
 
 def our_cross_entropy(logits):
-    losses, p = layers.cross_entropy(logits, TARGETS.ravel())
-    return losses, lambda dlosses: [layers.cross_entropy_backward(dlosses, p, TARGETS.ravel())]
+    losses, p = numpy_layers.cross_entropy(logits, TARGETS.ravel())
+    return losses, lambda dlosses: [numpy_layers.cross_entropy_backward(dlosses, p, TARGETS.ravel())]
 
 
 def our_linear(x, w, b):
-    return layers.linear(x, w, b, "fp32"), lambda dy: layers.linear_backward(dy, x, w, "fp32")
+    return numpy_layers.linear(x, w, b, "fp32"), lambda dy: numpy_layers.linear_backward(dy, x, w, "fp32")
 
 
 def our_embedding(wte, wpe):
-    return layers.embedding(TOKENS, wte, wpe), lambda dx: layers.embedding_backward(dx, TOKENS, wte, wpe)
+    return numpy_layers.embedding(TOKENS, wte, wpe), lambda dx: numpy_layers.embedding_backward(dx, TOKENS, wte, wpe)
 
 
 LAYERS = {  # name -> (inputs, PyTorch's function of them, ours: value and backward)
@@ -59,7 +59,7 @@ LAYERS = {  # name -> (inputs, PyTorch's function of them, ours: value and backw
     "gelu": (
         [4 * draw(B * T, C)],
         lambda x: F.gelu(x, approximate="tanh"),
-        lambda x: (layers.gelu(x, "fp32"), lambda dy: [layers.gelu_backward(dy, x)]),
+        lambda x: (numpy_layers.gelu(x, "fp32"), lambda dy: [numpy_layers.gelu_backward(dy, x)]),
     ),
     "attention": ([draw(B * T, 3 * C)], torch_attention, our_attention),
     "cross_entropy": (
@@ -90,17 +90,17 @@ def test_value_and_gradients_are_pytorch_s(name):
 
 def test_a_linear_layer_without_bias():
     x, w = draw(4, C), draw(3, C)
-    np.testing.assert_array_equal(layers.linear(x, w, None, "fp32"), x @ w.T)
+    np.testing.assert_array_equal(numpy_layers.linear(x, w, None, "fp32"), x @ w.T)
 
 
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 def test_a_linear_layer_multiplies_rounded_operands_in_fp32_and_rounds(low):
     x, w, b, dy = (array.astype(np.float32) for array in (draw(6, C), draw(3, C), draw(3), draw(6, 3)))
     kept = [narrow(array, low) for array in (x, w, b)]
-    y = layers.linear(*kept, low)
+    y = numpy_layers.linear(*kept, low)
     x, w, b = (round_to(array, low) for array in (x, w, b))
     np.testing.assert_array_equal(widen(y), round_to(x @ w.T + b, low))
-    dx, dw, db = layers.linear_backward(dy, kept[0], kept[1], low)
+    dx, dw, db = numpy_layers.linear_backward(dy, kept[0], kept[1], low)
     dy = round_to(dy, low)
     np.testing.assert_array_equal(dx, round_to(dy @ w, low))
     np.testing.assert_array_equal(dw, dy.T @ x)  # rounded later, when the parts of the batch are summed
@@ -111,17 +111,17 @@ def test_a_linear_layer_multiplies_rounded_operands_in_fp32_and_rounds(low):
 def test_both_products_of_attention_take_rounded_operands(low):
     qkv, do = draw(B * T, 3 * C).astype(np.float32), round_to(draw(B * T, C).astype(np.float32), low)
     kept = narrow(qkv, low)
-    o, p, _ = layers.attention(kept, B, NH, low, 0.0, None)
-    dqkv = layers.attention_backward(do, kept, p, None, B, NH, low, 0.0)
-    q, k, v = layers._heads(widen(kept), B, NH, 3)
-    do, dq, dk, dv = *layers._heads(do, B, NH), *layers._heads(dqkv, B, NH, 3)
+    o, p, _ = numpy_layers.attention(kept, B, NH, low, 0.0, None)
+    dqkv = numpy_layers.attention_backward(do, kept, p, None, B, NH, low, 0.0)
+    q, k, v = numpy_layers._heads(widen(kept), B, NH, 3)
+    do, dq, dk, dv = *numpy_layers._heads(do, B, NH), *numpy_layers._heads(dqkv, B, NH, 3)
     p, HS = widen(p), C // NH
     assert (p == round_to(p, low)).all()
     dp = do @ v.swapaxes(-1, -2)
     ds = round_to(p * (dp - (dp * p).sum(-1, keepdims=True)) * np.float32(HS**-0.5), low)
     # 1e-6 is fp32's rounding; without that of the operands the results are off by 1e-4 (fp16) or 1e-3 (bf16)
     for name, ours, expected in (
-        ("o", layers._heads(widen(o), B, NH)[0], round_to(p @ v, low)),
+        ("o", numpy_layers._heads(widen(o), B, NH)[0], round_to(p @ v, low)),
         ("dq", dq, ds @ k),
         ("dk", dk, ds.swapaxes(-1, -2) @ q),
         ("dv", dv, p.swapaxes(-1, -2) @ do),
@@ -131,24 +131,24 @@ def test_both_products_of_attention_take_rounded_operands(low):
 
 def test_softmax_and_cross_entropy_do_not_overflow():
     logits = np.array([[1e4, 0.0], [-1e4, 0.0]], np.float32)
-    losses, p = layers.cross_entropy(logits, np.array([0, 0]))
+    losses, p = numpy_layers.cross_entropy(logits, np.array([0, 0]))
     np.testing.assert_array_equal(losses, np.array([0, 1e4], np.float32))
     np.testing.assert_array_equal(p, [[1, 0], [0, 1]])
     qkv = np.full((2, 6), 1e4, np.float32)  # T = 2, one head of 2 channels: scores of 1e8
-    np.testing.assert_array_equal(layers.attention(qkv, 1, 1, "fp32", 0.0, None)[0], qkv[:, :2])
+    np.testing.assert_array_equal(numpy_layers.attention(qkv, 1, 1, "fp32", 0.0, None)[0], qkv[:, :2])
 
 
 def test_dropout_keeps_the_mean_and_drops_its_share():
     x = np.ones((200, 500), np.float32)
-    y, kept = layers.dropout(x, 0.3, np.random.default_rng(0))
+    y, kept = numpy_layers.dropout(x, 0.3, np.random.default_rng(0))
     assert y.dtype == np.float32
     assert abs((y == 0).mean() - 0.3) < 0.01
     assert abs(y.mean() - 1) < 0.01
-    np.testing.assert_array_equal(layers.dropout_backward(x, 0.3, kept), y)
+    np.testing.assert_array_equal(numpy_layers.dropout_backward(x, 0.3, kept), y)
 
 
 def test_no_dropout_without_a_rate_or_a_generator():
     x = draw(2, 2)
-    for y, kept in (layers.dropout(x, 0.0, np.random.default_rng(0)), layers.dropout(x, 0.5, None)):
+    for y, kept in (numpy_layers.dropout(x, 0.0, np.random.default_rng(0)), numpy_layers.dropout(x, 0.5, None)):
         assert y is x
         assert kept is None

@@ -21,7 +21,7 @@ from engine import ops
 from engine.tensor import Tensor
 from model import backends, minigpt, numpy_layers
 from model.backends import Hardware
-from model.config import GPTConfig, is_operand
+from model.config import GPTConfig, initial_weights, is_operand
 from settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -288,11 +288,28 @@ def test_attention_rounds_its_probabilities_only_in_numpy(way, low):
 # ---- whole models: gradients, logits, what lives from step to step
 
 
+TINY = GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=16)
+
+
 def tiny_backend(way: str, low: str):
     backend = "torch" if way.startswith("torch") else way
-    config = GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=16)
     hardware = Hardware("cpu", "this CPU", low, way != "torch.autocast", "")
-    return backends.module(backend).build(Settings(backend=backend, lr=1e-2, seed=3), hardware, config)
+    settings = Settings(backend=backend, lr=1e-2)
+    return backends.module(backend).build(settings, hardware, TINY, initial_weights(TINY, 3))
+
+
+def tiny_logits(way: str, low: str) -> np.ndarray:
+    """The logits of a whole model in the precision of training."""
+    tokens = np.arange(5)[None]
+    if way.startswith("torch"):
+        gpt = minigpt.MiniGPT.from_weights(TINY, initial_weights(TINY, 3)).eval()
+        with torch.no_grad(), autocast("cpu", low, emulated=way != "torch.autocast"):
+            return gpt(torch.from_numpy(tokens)).numpy()
+    return (
+        backends.module(way)
+        .sampler(Hardware("cpu", "", low, True, ""), TINY, initial_weights(TINY, 3), "fp32")
+        .logits(tokens)
+    )
 
 
 def train_a_step(backend, batch_size: int) -> dict[str, np.ndarray]:
@@ -323,7 +340,7 @@ def test_gradients_of_products_weights_are_rounded_and_kept_in_fp32(way, batch_s
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("way", WAYS)
 def test_logits_are_rounded_and_then_widened(way, low):
-    logits = tiny_backend(way, low).logits(np.arange(5)[None])
+    logits = tiny_logits(way, low)
     assert logits.dtype == np.float32
     assert is_low(logits, low)
 
