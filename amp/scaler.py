@@ -1,4 +1,4 @@
-"""DynamicLossScaler: keeps fp16 gradients inside fp16's range.
+"""Dynamic loss scaling: keeps fp16 gradients inside fp16's range.
 
 The loss is multiplied by a scale before backward, so that small gradients do not underflow. The gradients are
 divided by the scale before the optimizer sees them. The scaler finds a good scale by itself: an overflow
@@ -110,8 +110,7 @@ class LossScaler:
     def step(self, optimizer, *args, **kwargs):
         """Returns `optimizer.step(*args, **kwargs)`; after an overflow None, with nothing touched.
 
-        It calls `unscale_` first where the caller has not. Fused optimizers, too, are given unscaled
-        gradients.
+        It calls `unscale_` first where the caller has not. Fused optimizers get unscaled gradients, too.
         """
         stage = self._stages.get(id(optimizer), READY)
         if stage == STEPPED:
@@ -131,7 +130,7 @@ class LossScaler:
         return result
 
     def update(self) -> None:
-        """Ends the iteration. Any optimizer's overflow lowers the scale; else the iteration counts towards growth.
+        """Ends the iteration: an overflow in any optimizer lowers the scale, else it counts towards growth.
 
         TooManySkips: more iterations in a row overflowed than `max_consecutive_skips` allows.
         """
@@ -286,8 +285,7 @@ def _multiply_and_check_arrays(arrays: list, factor: float) -> bool:
     return overflow
 
 
-# ======== Training needs nothing below this ruler: it exists so that the API is that of torch.amp.GradScaler.
-# ========
+# ======== The ruler: training needs nothing below. It is here so that the API is torch.amp.GradScaler's. ========
 
 
 class DynamicLossScaler(LossScaler):
