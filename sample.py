@@ -53,7 +53,7 @@ def encode_prompt(tokenizer, prompt: str, unknown: str) -> np.ndarray:
 
 def read(argv: list[str] | None) -> SampleSettings:
     """A checked command line. BadInput lists all faults, one a line."""
-    values, faults = read_flags(SampleSettings, argv, "sample.py", __doc__)
+    values, faults = read_flags(SampleSettings, argv, "sample.py", __doc__ or "")
     s = SampleSettings(**values)
     for name, holds, must in (
         ("tokens", s.tokens >= 1, "be at least 1"),
