@@ -55,7 +55,7 @@ def encode_prompt(tokenizer, prompt: str, unknown: str) -> np.ndarray:
 
 def read(argv: list[str] | None) -> SampleSettings:
     """A checked command line. BadInput lists all faults, one a line."""
-    values, faults = read_flags(SampleSettings, argv, "sample.py", __doc__)
+    values, faults = read_flags(SampleSettings, argv, "sample.py", __doc__ or "")
     s = SampleSettings(**values)
     faults += out_of_bounds(s)
     if s.prompt is not None and s.prompt_file is not None:

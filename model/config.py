@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Parameter(NamedTuple):
 
     name: str  # GPT-2's name, without the prefix "transformer."
     shape: tuple[int, ...]  # matrices are (out, in)
-    init: float | Literal["ones", "zeros"]  # a number is the standard deviation of a normal distribution
+    init: float | str  # the standard deviation of a normal distribution, or "ones" or "zeros"
     decay: bool  # weight decay: matrices and embeddings yes, biases and LayerNorm no
 
 
@@ -66,7 +66,7 @@ def parameters(config: GPTConfig) -> list[Parameter]:
     """
     C, std = config.n_embd, 0.02
     residual_std = std / (2 * config.n_layer) ** 0.5  # two projections a layer add to the residual stream
-    rows: list[tuple[str, tuple[int, ...], float | Literal["ones", "zeros"]]] = [
+    rows: list[tuple[str, tuple[int, ...], float | str]] = [
         ("wte.weight", (config.vocab_size, C), std),
         ("wpe.weight", (config.block_size, C), std),
     ]

@@ -127,7 +127,7 @@ def sampler(hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray
     return Sampler(_logits(_operands(masters, hardware.dtype), config, hardware.dtype), KERNEL)
 
 
-def _operands(masters: dict[str, Parameter], low: Dtype) -> dict[str, np.ndarray]:
+def _operands(masters: dict[str, Parameter], low: str) -> dict[str, np.ndarray]:
     """Arrays that the model computes with: operands of products rounded to `low`, all else the master weights.
 
     Shadows are widened to fp32 here, once for both shards, forward and backward. The tied weight appears twice: as
@@ -154,7 +154,7 @@ def _logits(used: dict[str, np.ndarray], config: GPTConfig, low: Dtype) -> Logit
     return logits
 
 
-def _add_gradients(masters: dict[str, Parameter], gradients: list[dict[str, np.ndarray]], low: Dtype) -> None:
+def _add_gradients(masters: dict[str, Parameter], gradients: list[dict[str, np.ndarray]], low: str) -> None:
     """Sums the shards' gradients in order, rounds those of products' operands, and adds them into `.grad`.
 
     The two gradients of the tied weight meet here: the head's is rounded, as an operand's; the embedding's is not; both

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import cast
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -36,11 +37,12 @@ def hardware(backend: str, device: str, dtype: str) -> Hardware:
     """The CPU, and the precision with "auto" resolved. BadInput where another device is asked for."""
     if device not in ("auto", "cpu"):
         raise BadInput(f"--device {device}: --backend {backend} computes on the CPU: use --device cpu")
-    resolved: Dtype = "bf16" if dtype == "auto" else dtype  # type: ignore[assignment]
+    if dtype == "auto":
+        dtype = "bf16"
     name = f"{cpu_name()}, {min(cores(), SHARDS)} threads"
-    emulated = resolved != "fp32"
+    emulated = dtype != "fp32"
     how = "emulated: operands rounded, products in fp32; NumPy has no others" if emulated else "full precision"
-    return Hardware("cpu", name, resolved, emulated, how)
+    return Hardware("cpu", name, cast(Dtype, dtype), emulated, how)
 
 
 def cores() -> int:

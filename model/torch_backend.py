@@ -8,16 +8,18 @@ import math
 import os
 from contextlib import nullcontext
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 
 from amp import policy
 from amp.autocast import autocast, native_units, who_rounds
+from base.dtypes import Dtype
 from base.errors import BadInput
 from csrc.build import Unavailable
 from model.backends import Backend, Hardware, Kernel, Sampler, cpu_name, trained
-from model.bf16_linear import choose
+from model.bf16_linear import BF16Linear, choose
 from model.config import GPTConfig, optimizer_groups
 from model.decode import decoder
 from model.minigpt import MiniGPT
@@ -45,11 +47,11 @@ def hardware(device: str, dtype: str, emulation: str) -> Hardware:
         dtype = "bf16" if kind != "cuda" or native_units(torch_device, "bf16")[0] else "fp16"
     native, why = native_units(torch_device, dtype)
     if dtype == "fp32":
-        return Hardware(device, _device_name(torch_device), dtype, False, why)
+        return Hardware(device, _device_name(torch_device), "fp32", False, why)
     emulated = not native if emulation == "auto" else emulation == "on"
     forced = "" if emulation == "auto" else f" (--emulation {emulation})"
     how = "emulated: operands rounded, products in fp32" if emulated else "torch.autocast"
-    return Hardware(device, _device_name(torch_device), dtype, emulated, f"{how}; {why}{forced}")
+    return Hardware(device, _device_name(torch_device), cast(Dtype, dtype), emulated, f"{how}; {why}{forced}")
 
 
 def _device_name(device: torch.device) -> str:
@@ -129,8 +131,9 @@ def _choose_kernel(gpt: MiniGPT, kernel: str, hardware: Hardware, tokens: int) -
         op, chosen = choose(kernel, device, hardware.dtype, (tokens, C, 4 * C))
     except Unavailable as error:
         raise BadInput(f"--kernel {kernel}: {error}") from None
-    for block in gpt.h:
-        block.mlp.c_proj.op = op
+    for layer in gpt.modules():
+        if isinstance(layer, BF16Linear):
+            layer.op = op
     return chosen._replace(how=f"{chosen.how}; rounding by {who_rounds(device)}") if hardware.emulated else chosen
 
 

@@ -53,7 +53,7 @@ def numbers(rows: list) -> list[str]:
 CONFIG = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16)
 
 
-def random_weights(dtype=np.float32) -> dict[str, np.ndarray]:
+def random_weights(dtype: type = np.float32) -> dict[str, np.ndarray]:
     """Weights of CONFIG with no parameter at its start: biases that are not 0, LayerNorms that are not 1."""
     random = np.random.default_rng(0)
     draws = {p.name: 0.2 * random.standard_normal(p.shape) + (p.init == "ones") for p in parameters(CONFIG)}

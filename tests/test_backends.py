@@ -15,10 +15,10 @@ import pytest
 import sample
 import train
 from amp.scaler import DynamicLossScaler
-from base.dtypes import DTYPES
+from base.dtypes import DTYPES, Dtype
 from base.errors import BadInput
 from model import backends
-from model.backends import trained
+from model.backends import Sampler, trained
 from model.config import GPTConfig, initial_weights, parameters
 from settings import Settings
 from tests.conftest import (
@@ -39,7 +39,7 @@ each = pytest.mark.parametrize("name", BACKENDS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def sampler(name: str, dtype: str, config: GPTConfig, weights):
+def sampler(name: str, dtype: Dtype, config: GPTConfig, weights: dict[str, np.ndarray]) -> Sampler:
     module = backends.module(name)
     return module.sampler(module.hardware("cpu", dtype, "on"), config, weights, "bf16")
 
@@ -244,7 +244,7 @@ def test_a_backend_s_decoder_is_the_sampler_of_its_weights_as_they_are_after_tra
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 
 
-def first_ten_losses(name: str, dtype: str, clip: float) -> list[float]:
+def first_ten_losses(name: str, dtype: Dtype, clip: float) -> list[float]:
     """The first ten losses of a small model without dropout, whose random numbers are no promise of PyTorch."""
     config = GPTConfig(vocab_size=29, block_size=16, n_layer=2, n_head=2, n_embd=32)
     backend = build(name, dtype, config, initial_weights(config, 1337))
