@@ -82,7 +82,7 @@ class Settings:
     beta1: float = flag(0.9, "AdamW's decay rate of the first moment", at_least=0, below=1)
     beta2: float = flag(0.99, "AdamW's decay rate of the second moment", at_least=0, below=1)
     clip: float = flag(1.0, "largest gradient norm; 0: no clipping", at_least=0)
-    seed: int = flag(1337, "first weights, rows and dropout", at_least=0, below=2**63)
+    seed: int = flag(1337, "first weights, rows and dropout", at_least=0)
 
     corpus: str = flag("tinyshakespeare", "tinyshakespeare, stdlib, or a text file", on_resume="harmless")
     tokenizer: str = flag("char", "text to tokens", ("char", "byte", "bpe", "gpt2"), on_resume="fixed")

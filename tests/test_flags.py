@@ -31,23 +31,9 @@ def faults(*argv: str) -> list[str]:
 
 
 def test_values_have_the_types_of_their_fields():
-    argv = [
-        "--whole",
-        "4",
-        "--share",
-        "0.25",
-        "--rate",
-        "1e-3",
-        "--derived",
-        "2",
-        "--word",
-        "two",
-        "--text",
-        "5",
-        "--switch",
-    ]
+    argv = "--whole 4 --share 0.25 --rate 1e-3 --derived 2 --word two --text 5 --switch"
     expected = {"whole": 4, "share": 0.25, "rate": 1e-3, "derived": 2, "word": "two", "text": "5", "switch": True}
-    values = read(*argv)
+    values = read(*argv.split())
     assert values == expected
     assert [type(value) for value in values.values()] == [type(value) for value in expected.values()]
 
