@@ -71,7 +71,7 @@ def read(argv: list[str] | None) -> SampleSettings:
     return s
 
 
-def load(s: SampleSettings) -> tuple[Sampler, object, GPTConfig]:
+def load(s: SampleSettings) -> tuple[Sampler, tokenizers.Tokenizer, GPTConfig]:
     """The model of --checkpoint, its tokenizer and its sizes. BadInput where one of them does not fit the others."""
     folder = hugging_face.published(s.checkpoint)
     folder = folder or find(s.checkpoint, pointers=("best.json", "latest.json"))

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from amp import policy
 from amp.formats import FORMATS, widen
+from base.dtypes import Dtype
 from engine.tensor import Tensor
 from optim.adamw import Parameter
 
@@ -34,7 +35,7 @@ class Weight(Tensor, Parameter):
     The shadow is rounded once a step, by AdamW, and not by every product.
     """
 
-    def __init__(self, data: ArrayLike, dtype: str = "fp32"):
+    def __init__(self, data: ArrayLike, dtype: Dtype = "fp32"):
         Tensor.__init__(self, data, requires_grad=True)
         Parameter.__init__(self, self.data, dtype)
 
