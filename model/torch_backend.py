@@ -13,7 +13,7 @@ from amp.autocast import autocast, native_units, who_rounds
 from base.errors import BadInput
 from csrc.build import Unavailable
 from model.backends import Backend, Hardware, cpu_name, trained
-from model.bf16_linear import choose
+from model.bf16_linear import choose_op
 from model.config import GPTConfig, initial_weights, parameters
 from model.decode import decoder
 from model.minigpt import MiniGPT
@@ -65,7 +65,7 @@ def build(settings, hardware: Hardware, config: GPTConfig) -> Backend:
     gpt.to(device)
     try:
         shape = (settings.batch_size * config.block_size, config.n_embd, 4 * config.n_embd)
-        op, kernel = choose(settings.kernel, device, hardware.dtype, shape)
+        op, kernel = choose_op(settings.kernel, device, hardware.dtype, shape)
     except Unavailable as error:
         raise BadInput(f"--kernel {settings.kernel}: {error}") from None
     for block in gpt.h:
