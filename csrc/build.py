@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from base.cache import cache_folder
 from base.errors import BadInput, run_script
@@ -98,6 +97,8 @@ def _is_whole(library: Path) -> bool:
 @contextmanager
 def _only_builder(path: Path) -> Iterator[None]:
     """Holds the lock file while the block runs. The lock is the system's, so it ends with a process that is killed."""
+    from filelock import FileLock, Timeout  # takes longer to import than to find a build that is there
+
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
