@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement
 
 CUDA_VENV := .venv-cuda
-CXX_FILES = $(wildcard csrc/*.cu csrc/*.cpp csrc/*.h csrc/cuda_on_cpu/*.cpp csrc/cuda_on_cpu/*.h)
+CXX_FILES = $(wildcard csrc/*.cu csrc/*.cuh csrc/*.cpp csrc/*.h csrc/cuda_on_cpu/*.cpp csrc/cuda_on_cpu/*.h)
 
 .PHONY: train test test-slow bench lesson lint format cuda-check gpu-check clean
 

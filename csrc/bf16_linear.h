@@ -1,4 +1,4 @@
-// What csrc/bindings.cpp hands to its two implementations, bf16_linear.cu and bf16_linear_cpu.cpp; no torch, no CUDA header.
+// The problem that csrc/bindings.cpp hands to bf16_linear.cu or to bf16_linear_cpu.cpp, in plain C++.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,9 @@ struct Problem {
     bool x_bf16, weight_bf16, bias_bf16;  // else fp32
 };
 
-constexpr int AUTO = -1;  // a launcher takes the version that suits the shape
+constexpr int AUTO = -1;  // the launcher takes the version that suits the problem
 
-// csrc/bf16_linear.cu. Both return null, or what went wrong. `stream` is a cudaStream_t of the current device.
+// In csrc/bf16_linear.cu. Both return null, or a message that says what went wrong. `stream` is a cudaStream_t of the
+// current device.
 const char* bf16_linear_cuda(const Problem& problem, int version, void* stream);
-const char* bf16_linear_cuda_choice(const Problem& problem, int* version);  // what AUTO takes, 0 to 5
+const char* bf16_linear_cuda_version(const Problem& problem, int* version);  // that AUTO takes, 0 to 5

@@ -1,12 +1,13 @@
 // The op of csrc/bf16_linear.h on a CPU, and the rounding that emulated autocast needs.
 //
-//   few vectors (n <= 8)   the time is that of reading W: each row is read once, straight through, rounded and widened
-//                          in registers. A row's sum never depends on how many threads there are.
-//   many vectors           the time is that of multiplying: W is rounded once into panels of two registers of rows, and
+//   few vectors (n <= 8)   The time is that of reading W. Each row is read once, from its beginning to its end, and is
+//                          rounded and widened in registers. A row's sum does not depend on the number of threads.
+//   many vectors           The time is that of multiplying. W is rounded once into panels of two registers of rows, and
 //                          a block of results stays in registers while k goes by. Where x is bf16 and the CPU has
-//                          AVX512_BF16, two products at a time (vdpbf16ps, which takes subnormal numbers for zero).
+//                          AVX512_BF16, an instruction makes two products (vdpbf16ps; it takes subnormals for zero).
 //
-// Vectors are those of GCC and Clang, as wide as the machine's registers: the same lines serve AVX-512, AVX2 and Arm.
+// Registers are the vector types of GCC and Clang, so the same lines serve AVX-512, AVX2 and Arm. The number of vectors
+// and of rows that a loop takes at once changes no bit of a result.
 
 #include "bf16_linear_cpu.h"
 
@@ -23,15 +24,18 @@
 namespace {
 
 #ifdef __AVX512F__
-constexpr int LANES = 16, AT_ONCE = 12;  // AT_ONCE x 2 sums, 2 weights and a number of x fit into the registers
+constexpr int LANES = 16;    // fp32 numbers in a register
+constexpr int AT_ONCE = 12;  // vectors: AT_ONCE x 2 sums, 2 weights and a number of x fit into the registers
 #else
-constexpr int LANES = 8, AT_ONCE = 6;
+constexpr int LANES = 8;
+constexpr int AT_ONCE = 6;
 #endif
 constexpr int PANEL = 2 * LANES;    // rows of W in a panel
 constexpr int CHUNK = 8 * AT_ONCE;  // vectors that a thread takes at a time
-constexpr int FEW = 8;
-constexpr int AHEAD = 8;    // rows that are prefetched before their turn
-constexpr int PAGE = 4096;  // bytes: several rows in one page, read at once, confuse the hardware's prefetcher
+constexpr int FEW = 8;              // vectors; more are many
+constexpr int AHEAD = 8;            // rows between the one that is read and the one that is prefetched
+constexpr int PAGE = 4096;          // bytes; several rows in one page, read at once, confuse the hardware's prefetcher
+static_assert(FEW >= 4, "linear() has loops for 1, 2, 4 and FEW vectors: FEW must be at least 4");
 
 using floats = float __attribute__((vector_size(LANES * 4)));
 using words = uint32_t __attribute__((vector_size(LANES * 4)));
@@ -41,7 +45,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-// ---- rounding, on a register of fp32 bits; nearest even, NaN stays NaN
+// ---- rounding of a register of fp32 bits: to nearest, ties to even; NaN stays NaN
 
 inline words to_bf16(words u) {
     const words magnitude = u & 0x7fffffffu;
@@ -58,7 +62,7 @@ inline words to_fp16(words u) {
     const words sign = u & 0x80000000u, magnitude = u & 0x7fffffffu;
     words nearest = (magnitude + 0xfffu + ((magnitude >> 13) & 1u)) & ~0x1fffu;
     nearest = nearest >= 0x47800000u ? words{} + 0x7f800000u : nearest;  // 65536 and above
-    // Below 2^-14 fp16's spacing is 2^-24, as is fp32's between 0.5 and 1: adding 0.5 rounds, taking it away restores.
+    // Below 2^-14 fp16's spacing is 2^-24, as is fp32's between 0.5 and 1: adding 0.5 rounds, subtracting it restores.
     const words small = (words)(((floats)magnitude + 0.5f) - 0.5f);
     nearest = magnitude < 0x38800000u ? small : nearest;
     nearest = magnitude > 0x7f800000u ? (magnitude | 0x00400000u) & ~0x1fffu : nearest;
@@ -66,7 +70,7 @@ inline words to_fp16(words u) {
 #endif
 }
 
-// ---- loading, as fp32: weights rounded to bf16, x as it is
+// ---- loading as fp32: weights are rounded to bf16, x is not
 
 inline floats load(const float* from) {
     floats value;
@@ -121,7 +125,7 @@ floats bias_of(const Problem& p, int64_t row, int64_t count) {
 
 // ---- few vectors
 
-// Adds halves to halves: the same order for every row, whichever thread has it.
+// Adds one half to the other until one number is left: the order is the same for every row.
 inline float sum_of(floats value) {
     float lanes[LANES];
     std::memcpy(lanes, &value, sizeof lanes);
@@ -140,7 +144,7 @@ void few_rows(const Problem& p, const float* const* x, int64_t row) {
         floats weights[ROWS];
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-            __builtin_prefetch(w + (AHEAD + r) * p.k + i);  // the hardware's own stops at a page's end
+            __builtin_prefetch(w + (AHEAD + r) * p.k + i);  // the hardware's prefetcher stops at a page's end
             weights[r] = rounded(load(w + r * p.k + i), W{});
         }
 #pragma GCC unroll 8
@@ -174,7 +178,7 @@ void few_vectors(const Problem& p, const float* const* x) {
     });
 }
 
-// ---- many vectors, in units of 32 bits: one fp32 number, or with PAIRS two bf16 numbers that are neighbours in k
+// ---- many vectors. A unit is 32 bits: one fp32 number, or with PAIRS two bf16 numbers that are neighbours in k.
 
 template <bool PAIRS>
 inline floats multiply_add(floats sums, words weights, uint32_t x) {
@@ -188,7 +192,7 @@ inline floats multiply_add(floats sums, words weights, uint32_t x) {
     return sums + (floats)weights * number;
 }
 
-// PANEL rows of W from `row` on -> panel (units of k, PANEL), rounded; rows and numbers past the end are zero.
+// Rounds PANEL rows of W from `row` on into panel (units of k, PANEL). Rows and numbers past the end are zero.
 template <bool PAIRS, typename W>
 void pack(const Problem& p, int64_t row, uint32_t* panel) {
     constexpr int NUMBERS = PAIRS ? 2 * LANES : LANES;
@@ -213,7 +217,7 @@ void pack(const Problem& p, int64_t row, uint32_t* panel) {
     }
 }
 
-// V vectors, `stride` units apart, times a panel -> y[v m] to y[v m + rows - 1].
+// Multiplies V vectors, `stride` units apart, by a panel and writes y[v m] to y[v m + rows - 1] for each vector v.
 template <int V, bool PAIRS, typename X>
 void multiply(const char* x, int64_t stride, const uint32_t* panel, int64_t units, const floats bias[2], X* y,
               int64_t m, int64_t rows) {
@@ -245,7 +249,8 @@ void multiply(const char* x, int64_t stride, const uint32_t* panel, int64_t unit
 
 template <bool PAIRS, typename W, typename X>
 void many_vectors(const Problem& p) {
-    const int64_t units = PAIRS ? p.k / 2 : p.k, panels = (p.m + PANEL - 1) / PANEL, chunks = (p.n + CHUNK - 1) / CHUNK;
+    const int64_t units = PAIRS ? p.k / 2 : p.k;
+    const int64_t panels = (p.m + PANEL - 1) / PANEL, chunks = (p.n + CHUNK - 1) / CHUNK;
     const std::unique_ptr<uint32_t[]> packed(new uint32_t[panels * PANEL * units]);
     at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) pack<PAIRS, W>(p, i * PANEL, packed.get() + i * PANEL * units);
@@ -255,16 +260,15 @@ void many_vectors(const Problem& p) {
         const std::unique_ptr<float[]> wide(WIDEN ? new float[CHUNK * p.k] : nullptr);
         int64_t widened_chunk = -1;
         for (int64_t task = begin; task < end; task++) {
-            const int64_t chunk = task / panels, row = task % panels * PANEL,
-                          rows = std::min<int64_t>(PANEL, p.m - row);
-            const int64_t first = chunk * CHUNK, vectors = std::min<int64_t>(CHUNK, p.n - first);
-            const X* const own = static_cast<const X*>(p.x) + first * p.k;
+            const int64_t chunk = task / panels, first = chunk * CHUNK, vectors = std::min<int64_t>(CHUNK, p.n - first);
+            const int64_t row = task % panels * PANEL, rows = std::min<int64_t>(PANEL, p.m - row);
+            const X* const stored_x = static_cast<const X*>(p.x) + first * p.k;
             if (WIDEN && chunk != widened_chunk) {
-                for (int64_t i = 0; i < vectors * p.k; i++) wide[i] = widened(own[i]);
+                for (int64_t i = 0; i < vectors * p.k; i++) wide[i] = widened(stored_x[i]);
                 widened_chunk = chunk;
             }
             const char* const x =
-                WIDEN ? reinterpret_cast<const char*>(wide.get()) : reinterpret_cast<const char*>(own);
+                WIDEN ? reinterpret_cast<const char*>(wide.get()) : reinterpret_cast<const char*>(stored_x);
             const uint32_t* const panel = packed.get() + row * units;
             const floats bias[2] = {bias_of(p, row, std::min<int64_t>(LANES, rows)),
                                     rows > LANES ? bias_of(p, row + LANES, rows - LANES) : floats{}};
@@ -283,7 +287,7 @@ void many_vectors(const Problem& p) {
     });
 }
 
-// ---- which of the two
+// ---- few or many
 
 template <typename W, typename X>
 void linear(const Problem& p) {
@@ -296,12 +300,12 @@ void linear(const Problem& p) {
     const std::unique_ptr<float[]> wide(new float[p.n * p.k]);
     for (int64_t i = 0; i < p.n * p.k; i++) wide[i] = widened(static_cast<const X*>(p.x)[i]);
     const float* x[FEW];
-    for (int64_t v = 0; v < FEW; v++) x[v] = wide.get() + std::min(v, p.n - 1) * p.k;  // past the end: the last again
-    if (p.n == 1 && p.k * int64_t(sizeof(W)) < PAGE) return few_vectors<1, 1, W, X>(p, x);  // one stream, see PAGE
+    for (int64_t v = 0; v < FEW; v++) x[v] = wide.get() + std::min(v, p.n - 1) * p.k;  // past the end: the last vector
+    if (p.n == 1 && p.k * int64_t(sizeof(W)) < PAGE) return few_vectors<1, 1, W, X>(p, x);  // because of PAGE
     if (p.n == 1) return few_vectors<8, 1, W, X>(p, x);
     if (p.n == 2) return few_vectors<4, 2, W, X>(p, x);
     if (p.n <= 4) return few_vectors<2, 4, W, X>(p, x);
-    return few_vectors<1, 8, W, X>(p, x);
+    return few_vectors<1, FEW, W, X>(p, x);
 }
 
 }  // namespace

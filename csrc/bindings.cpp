@@ -1,5 +1,5 @@
-// The door between PyTorch and csrc/: checks, dispatch by device, no arithmetic. The schema of the op, its derivative
-// and what replaces it where this cannot be built are in model/bf16_linear.py.
+// The door between PyTorch and csrc/: it checks tensors and picks the code of their device. The op's schema, derivative
+// and fallback are in model/bf16_linear.py.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -23,7 +23,7 @@ bool is_bf16(const at::Tensor& tensor, const char* name) {
     return dtype == at::kBFloat16;
 }
 
-// Checks what the caller gave and makes room for the result; contiguous copies are kept alive by the references.
+// Checks the tensors and makes room for the result y. The references keep contiguous copies alive.
 Problem problem_of(at::Tensor& x, at::Tensor& weight, std::optional<at::Tensor>& bias, at::Tensor& y) {
     TORCH_CHECK(weight.dim() == 2, "bf16_linear: weight must be (M, K), not ", weight.sizes());
     TORCH_CHECK(x.dim() >= 1 && x.size(-1) == weight.size(1), "bf16_linear: x must be (..., K = ", weight.size(1),
@@ -70,22 +70,22 @@ at::Tensor linear_cuda(at::Tensor x, at::Tensor weight, std::optional<at::Tensor
 }
 #endif
 
-// x (..., K), weight (M, K), bias (M) -> (..., M). `version` picks a rung of bf16_linear.cu; a CPU has but one.
+// x (..., K), weight (M, K), bias (M) -> (..., M). `version` picks one of bf16_linear.cu; the CPU has no versions.
 at::Tensor linear(at::Tensor x, at::Tensor weight, std::optional<at::Tensor> bias, int64_t version) {
 #ifdef WITH_CUDA
     if (x.is_cuda()) return linear_cuda(x, weight, bias, version);
 #endif
     TORCH_CHECK(x.is_cpu(), "bf16_linear: x is on ", x.device(), ", for which this build has no code");
-    TORCH_CHECK(version == AUTO, "bf16_linear: versions are for CUDA, x is on the CPU");
+    TORCH_CHECK(version == AUTO, "bf16_linear: only CUDA has versions, and x is on the CPU");
     return linear_cpu(x, weight, bias);
 }
 
-// The version of bf16_linear.cu that suits n vectors and weight (M, K) on the current device.
-int64_t choice(int64_t n, int64_t m, int64_t k, bool x_bf16, bool weight_bf16) {
+// The version of bf16_linear.cu that AUTO takes for n vectors and weight (M, K) on the current device; -1 without CUDA.
+int64_t cuda_version_for(int64_t n, int64_t m, int64_t k, bool x_bf16, bool weight_bf16) {
 #ifdef WITH_CUDA
     int version = AUTO;
     const char* error =
-        bf16_linear_cuda_choice({nullptr, nullptr, nullptr, nullptr, n, m, k, x_bf16, weight_bf16}, &version);
+        bf16_linear_cuda_version({nullptr, nullptr, nullptr, nullptr, n, m, k, x_bf16, weight_bf16}, &version);
     TORCH_CHECK(error == nullptr, "bf16_linear: ", error);
     return version;
 #else
@@ -97,7 +97,7 @@ void check_rounding(const at::Tensor& x) {
     TORCH_CHECK(x.is_cpu() && x.scalar_type() == at::kFloat, "rounding takes fp32 tensors on the CPU");
 }
 
-// In the memory of x: to the values that fp16, or else bf16, can represent.
+// Rounds in the memory of x to the nearest values of fp16, or else of bf16, ties to even.
 at::Tensor round_(at::Tensor x, bool fp16) {
     check_rounding(x);
     TORCH_CHECK(x.is_non_overlapping_and_dense(), "round_: x has holes or overlaps");  // memory order does not matter
@@ -106,7 +106,7 @@ at::Tensor round_(at::Tensor x, bool fp16) {
     return x;
 }
 
-// The same in a new tensor.
+// The same rounding into a new tensor.
 at::Tensor rounded(const at::Tensor& x, bool fp16) {
     check_rounding(x);
     if (!x.is_non_overlapping_and_dense()) return round_(x.contiguous(), fp16);
@@ -139,7 +139,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             return linear(x, weight, std::nullopt, version);
         },
         "weight (M, K) times x (K) -> (M)", py::arg("weight"), py::arg("x"), py::arg("version") = AUTO, released);
-    module.def("choice", choice);
+    module.def("cuda_version_for", cuda_version_for);
     module.def("rounded", rounded, py::arg("x"), py::arg("fp16"), released);
     module.def("round_", round_, py::arg("x"), py::arg("fp16"), released);
     module.def("instruction_set", instruction_set_cpu);

@@ -19,7 +19,7 @@ from base.dtypes import Dtype
 from base.errors import BadInput
 from csrc.build import Unavailable
 from model.backends import Backend, Hardware, Kernel, Sampler, cpu_name, trained
-from model.bf16_linear import BF16Linear, choose
+from model.bf16_linear import BF16Linear, choose_op
 from model.config import GPTConfig, optimizer_groups
 from model.decode import decoder
 from model.minigpt import MiniGPT
@@ -128,7 +128,7 @@ def _choose_kernel(gpt: MiniGPT, kernel: str, hardware: Hardware, tokens: int) -
     """Sets the op of every mlp.c_proj, by --kernel and for products of so many tokens. Returns who computes it."""
     device, C = torch.device(hardware.device), gpt.config.n_embd
     try:
-        op, chosen = choose(kernel, device, hardware.dtype, (tokens, C, 4 * C))
+        op, chosen = choose_op(kernel, device, hardware.dtype, (tokens, C, 4 * C))
     except Unavailable as error:
         raise BadInput(f"--kernel {kernel}: {error}") from None
     for layer in gpt.modules():

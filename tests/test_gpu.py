@@ -1,4 +1,4 @@
-"""What only a CUDA device can show; `make gpu-check` runs these."""
+"""Tests that need a CUDA device; `make gpu-check` runs them."""
 
 import pytest
 import torch
@@ -11,35 +11,23 @@ from model.bf16_linear import BF16Linear, bf16_linear
 from run.log import read_log
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-SMALL = [
-    "--device",
-    "cuda",
-    "--preset",
-    "gpu",
-    "--corpus",
-    "stdlib",
-    "--n-layer",
-    "2",
-    "--eval-every",
-    "0",
-    "--log-every",
-    "1",
-]
+SMALL = "--device cuda --preset gpu --corpus stdlib --n-layer 2 --eval-every 0 --log-every 1"
 
 
-def rows_of(tmp_path, name: str, *flags: str):
-    assert train.main([*SMALL, "--out", str(tmp_path / name), *flags]) == 0
+def rows_of(tmp_path, name: str, flags: str):
+    """The rows of the log of a small run."""
+    assert train.main([*SMALL.split(), "--out", str(tmp_path / name), *flags.split()]) == 0
     return read_log(tmp_path / name / "log.csv")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_run_learns_in_every_precision(tmp_path, dtype):
-    rows = rows_of(tmp_path, dtype, "--dtype", dtype, "--steps", "60", "--warmup", "10")
+    rows = rows_of(tmp_path, dtype, f"--dtype {dtype} --steps 60 --warmup 10")
     assert rows[-1].val < rows[0].loss - 1
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_emulation_agrees_with_the_units(dtype):
+def test_emulation_agrees_with_the_hardware_units(dtype):
     if not native_units(torch.device("cuda"), dtype)[0]:
         pytest.skip(f"no {dtype} units")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -57,28 +45,29 @@ def test_emulation_agrees_with_the_units(dtype):
         assert (native - emulated).abs().max() <= 2 * unit, name
 
 
-def test_scaler_lives_as_gradscaler_does_on_cuda():
+def test_scales_and_weights_follow_gradscaler_bit_for_bit_on_cuda():
     ours = DynamicLossScaler(init_scale=2.0**8, growth_interval=3, min_scale=None)
     theirs = torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=3)
-    lives = []
+    histories = []
     for scaler in (ours, theirs):
         w = torch.nn.Parameter(torch.ones(1000, device="cuda"))
-        optimizer, life = torch.optim.AdamW([w], fused=True), []
+        optimizer = torch.optim.AdamW([w], fused=True)
+        history = []
         for factor in (1.0, 1.0, float("inf"), 1.0, float("nan"), 1.0, 1.0, 1.0, 1.0):
             scaler.scale((w * factor).sum()).backward()
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            life.append((scaler.get_scale(), w.detach().cpu().clone()))
-        lives.append(life)
-    for step, ((our_scale, our_w), (their_scale, their_w)) in enumerate(zip(*lives, strict=True)):
+            history.append((scaler.get_scale(), w.detach().cpu().clone()))
+        histories.append(history)
+    for step, ((our_scale, our_w), (their_scale, their_w)) in enumerate(zip(*histories, strict=True)):
         assert our_scale == their_scale, step
         assert torch.equal(our_w, their_w), step
 
 
 def test_deterministic_runs_are_bit_equal(tmp_path):
-    first, second = (rows_of(tmp_path, name, "--deterministic", "--steps", "10") for name in "ab")
+    first, second = (rows_of(tmp_path, name, "--deterministic --steps 10") for name in "ab")
     assert [row.loss for row in first] == [row.loss for row in second]
 
 
@@ -88,7 +77,7 @@ def test_deterministic_runs_are_bit_equal(tmp_path):
 @pytest.fixture(scope="module")
 def kernels():
     kernels = build.load()
-    assert kernels.with_cuda, build.cuda_reason()
+    assert kernels.with_cuda, build.why_without_cuda()
     return kernels
 
 
@@ -100,7 +89,7 @@ def integers(*shape):
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("version", range(6))
 def test_every_version_gives_the_bits_of_the_cpu(kernels, version, x_dtype, weight_dtype):
-    """Small integers: every sum is exact in fp32, whatever the order."""
+    """With small integers every sum is exact in fp32, in any order."""
     if version == 5 and (x_dtype == torch.float32 or torch.cuda.get_device_capability() < (8, 0)):
         pytest.skip("v5 takes bf16 vectors, from sm_80 on")
     for n in {0: (1, 3), 1: (1, 3), 2: (1,), 3: (1,), 4: (2, 5, 8, 17), 5: (9, 64, 200)}[version]:
@@ -111,12 +100,20 @@ def test_every_version_gives_the_bits_of_the_cpu(kernels, version, x_dtype, weig
             assert torch.equal(got.cpu(), expected), (n, m, k)
 
 
-def test_offsets_empty_dimensions_and_nan_on_the_device(kernels):
-    x, weight = integers(9 * 33 + 1)[1:].view(9, 33), integers(7, 33)
-    assert torch.equal(bf16_linear(x.cuda(), weight.cuda()).cpu(), bf16_linear(x, weight))
+def test_an_x_that_begins_between_multiples_of_16_bytes_is_read_right(kernels):
+    numbers, weight = integers(9 * 64 + 1), integers(7, 64)
+    x, x_cuda = numbers[1:].view(9, 64), numbers.cuda()[1:].view(9, 64)
+    assert x_cuda.data_ptr() % 16 == 4
+    assert torch.equal(bf16_linear(x_cuda, weight.cuda()).cpu(), bf16_linear(x, weight))
+
+
+def test_empty_dimensions_on_the_device(kernels):
     ones = torch.ones(3, 0, device="cuda")
     assert torch.equal(bf16_linear(ones, torch.ones(2, 0, device="cuda")).cpu(), torch.zeros(3, 2))
     assert bf16_linear(torch.ones(0, 8, device="cuda"), torch.ones(2, 8, device="cuda")).shape == (0, 2)
+
+
+def test_a_nan_reaches_only_its_row_on_the_device(kernels):
     weight = torch.ones(64, 64, device="cuda")
     weight[63, 63] = float("nan")
     for n in (1, 4, 100):

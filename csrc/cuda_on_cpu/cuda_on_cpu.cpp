@@ -1,10 +1,11 @@
-// Runs a grid on a CPU: a fiber per thread, one block at a time, one thread at a time, in an order that the test
-// chooses. A thread runs until it must wait for others or leaves. When none can run and some still wait, they wait at a
-// barrier or warp collective that not all reach: an error. Shared memory is full of NaNs when a block begins.
+// Runs a grid on a CPU: a fiber for each thread, one block at a time, one thread at a time, in an order that the
+// test chooses. A thread runs until it must wait for others or leaves. If no thread can run and some still wait, they
+// wait at a barrier or warp collective that not all reach, which is an error. Shared memory is full of NaNs when a
+// block begins.
 //
 // In the variant compiled with -fsanitize=thread every access of the kernels calls __tsan_read4 and the like, defined
-// below in place of ThreadSanitizer's. What the lanes of a warp access from one place in the code, each for the n-th
-// time there, is one request. There is no cache here: a request moves every 32-byte sector that it touches.
+// below in place of ThreadSanitizer's. The accesses of a warp's lanes from one place in the code, each lane's n-th
+// there, are one request. There is no cache here: a request moves every 32-byte sector that it touches.
 
 #include "cuda_on_cpu.h"
 
@@ -18,12 +19,12 @@
 
 #include "../bf16_linear.h"
 
-// ---- what emulator.py sets and reads, all int64
+// ---- settings and counters, all int64, for emulator.py
 
 struct Settings {
     int64_t multiprocessors = 132, major = 9;    // the device that the launchers see
     int64_t order = 0;                           // of threads: 0 forward, 1 backward, else the seed of a shuffle
-    int64_t first_blocks = -1, last_blocks = 0;  // run so many at either end; -1: all
+    int64_t first_blocks = -1, last_blocks = 0;  // how many run at either end of the grid; -1: all
 };
 
 struct Counters {
@@ -83,7 +84,7 @@ int next_thread() {
     return -1;
 }
 
-// Leaves this thread, which goes on here once it is ready and its turn comes.
+// Leaves this thread. It goes on here once it is ready and its turn comes.
 void change_thread() {
     const int from = current, to = error[0] ? -1 : next_thread();
     if (to == from) return;
@@ -366,7 +367,7 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 }
 
-// ---- the device, and the door for emulator.py
+// ---- the device, and the functions that emulator.py calls
 
 cudaError_t cudaGetDevice(int* id) { return *id = 0, cudaSuccess; }
 
@@ -375,7 +376,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     return cudaSuccess;
 }
 
-extern "C" const char* run(const Problem* p, int version) {
+extern "C" const char* run_linear(const Problem* p, int version) {
     const auto range = [](const void* begin, int64_t size, bool bf16) {
         const auto address = reinterpret_cast<uintptr_t>(begin);
         return Range{address, address + size * (bf16 ? 2 : 4)};
@@ -388,4 +389,4 @@ extern "C" const char* run(const Problem* p, int version) {
     return bf16_linear_cuda(*p, version, nullptr);
 }
 
-extern "C" const char* choice(const Problem* p, int* version) { return bf16_linear_cuda_choice(*p, version); }
+extern "C" const char* version_for(const Problem* p, int* version) { return bf16_linear_cuda_version(*p, version); }

@@ -1,6 +1,6 @@
-// CUDA's words on a CPU: those that csrc/bf16_linear.cu uses, so that g++ compiles that very file. They mean what CUDA's
-// guides say: a warp is 32 threads, a collective needs every thread that it names, a fragment is spread over the lanes
-// as PTX documents it. How threads run, meet and are counted is in cuda_on_cpu.cpp.
+// The words of CUDA that csrc/bf16_linear.cu and its headers use, defined for g++, which compiles those very files to
+// run them on a CPU. The words mean what CUDA's guides say: a warp is 32 threads, a collective needs every thread that
+// it names, a fragment is spread over the lanes as PTX documents it. cuda_on_cpu.cpp runs the threads and counts.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 struct dim3 {
     unsigned x;
 };
-extern dim3 threadIdx, blockIdx, blockDim;  // of the thread that runs now
+extern dim3 threadIdx, blockIdx, blockDim;  // of the thread that runs at the moment
 
 // ---- bf16
 
@@ -62,12 +62,12 @@ enum layout_t { mem_row_major };
 
 template <typename Use, int M, int N, int K, typename T, typename Layout = void>
 struct fragment {
-    static_assert(M == 16 && N == 16 && K == 16, "the only shape here");
+    static_assert(M == 16 && N == 16 && K == 16, "this emulator knows fragments of 16 x 16 x 16 only");
     T x[8];
 };
 
-// Which element of the matrix x[i] of a lane is: two neighbours in each quarter (PTX, mma.m16n8k16). The second operand
-// is held as rows of its transpose, so the places are those of the first.
+// The row and column of the matrix where x[i] of a lane belongs: two neighbours in each quarter (PTX,
+// mma.m16n8k16). The second operand is held as rows of its transpose, so its places are those of the first.
 inline int row_of(int lane, int i) { return lane / 4 + i / 2 % 2 * 8; }
 inline int column_of(int lane, int i) { return lane % 4 * 2 + i % 2 + i / 4 * 8; }
 
@@ -76,7 +76,7 @@ void fill_fragment(Fragment& f, float value) {
     for (float& x : f.x) x = value;
 }
 
-// As ldmatrix.x4: lanes 0 to 15 read the first half of a row, 16 to 31 the second, 16 bytes each.
+// Works as ldmatrix.x4: lanes 0 to 15 read the first half of a row, 16 to 31 the second half, 16 bytes each.
 template <typename Fragment>
 void load(Fragment& f, const __nv_bfloat16* matrix, unsigned stride) {
     require(reinterpret_cast<uintptr_t>(matrix) % 32 == 0 && stride % 8 == 0, "load_matrix_sync: misaligned matrix");
@@ -98,7 +98,7 @@ inline void mma_sync(C& d, const A& a, const B& b, const C& c) { mma(d.x, a.x, b
 
 inline void store_matrix_sync(float* matrix, const C& f, unsigned stride, layout_t) {
     require(reinterpret_cast<uintptr_t>(matrix) % 32 == 0 && stride % 4 == 0, "store_matrix_sync: misaligned matrix");
-    __syncwarp();  // before, not after: that other lanes see the values is the caller's business
+    __syncwarp();  // before and not after: the caller must see to it that other lanes see the values
     struct alignas(8) Pair {
         float values[2];
     };
@@ -120,7 +120,7 @@ cudaError_t cudaGetDevice(int* id);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int id);
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 
-// Runs the blocks one after the other. Returns null, or what went wrong.
+// Runs the blocks one after the other. Returns null, or a message that says what went wrong.
 const char* run_grid(int64_t blocks, int threads, int shared_bytes, void (*thread)(void*), void* argument);
 
 template <typename... Parameters>

@@ -1,8 +1,9 @@
-"""csrc/bf16_linear.cu, compiled by g++ and run on a CPU: the door for tests and for benchmarks/traffic.py.
+"""Runs the CUDA kernels on a CPU: csrc/bf16_linear.cu, compiled by g++. Tests and benchmarks/traffic.py use it.
 
     y = linear(x, weight, bias, version=3)
 
-x (n, k), weight (m, k), bias (m), y (n, m) are NumPy arrays: float32, or uint16 with bf16 bits (amp/formats.py).
+x (n, k), weight (m, k), bias (m) and y (n, m) are NumPy arrays of float32, or of uint16 that holds bf16 bits
+(amp/formats.py converts). y has the type of x.
 """
 
 import ctypes
@@ -17,21 +18,25 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent
+KERNELS = ("bf16_linear.cu", "bf16_linear_vectors.cuh", "bf16_linear_tiles.cuh", "bf16_linear_numbers.cuh")
 COMPILER = shutil.which("g++") if sys.platform == "linux" else None  # elsewhere g++ is another compiler
 AUTO = -1
-GUARD = 1024  # elements before and after y that no kernel may touch; a block has room there to be wrong in
+GUARD = 1024  # elements before and after y that no kernel may touch: a wrong kernel has room there to be wrong in
 
-# How the kernels are compiled; the runtime is always compiled plainly.
+# Flags of the compiler for the kernels. The emulator itself is always compiled plainly.
 VARIANTS = {
     "plain": ["-O1"],
-    "quick": ["-O0"],  # for a change of the source that is run once
+    "quick": ["-O0"],  # for a changed source that runs once
     "safe": ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
-    # one request for each load that the source asks for: aggregates stay whole, and nothing is vectorized
+    # One request for each load in the source: -fno-tree-sra keeps packs whole, and -O1 vectorizes nothing.
     "counted": ["-O1", "-fsanitize=thread", "-fno-tree-sra"],
 }
+Changes = tuple[tuple[str, str], ...]  # (old text, new text) of the kernels
 
 
-class Problem(ctypes.Structure):  # csrc/bf16_linear.h
+class Problem(ctypes.Structure):
+    """Mirrors Problem of csrc/bf16_linear.h."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("n", "m", "k")),
@@ -39,11 +44,15 @@ class Problem(ctypes.Structure):  # csrc/bf16_linear.h
     ]
 
 
-class Settings(ctypes.Structure):  # cuda_on_cpu.cpp
+class Settings(ctypes.Structure):
+    """Mirrors Settings of cuda_on_cpu.cpp."""
+
     _fields_ = [(name, ctypes.c_int64) for name in ("multiprocessors", "major", "order", "first_blocks", "last_blocks")]
 
 
-class Counters(ctypes.Structure):  # cuda_on_cpu.cpp; of the last call
+class Counters(ctypes.Structure):
+    """Mirrors Counters of cuda_on_cpu.cpp: what the last call did."""
+
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("launches", "blocks", "threads", "barriers")),
         *((name, ctypes.c_int64) for name in ("requests", "shared_requests", "conflicts")),
@@ -51,44 +60,56 @@ class Counters(ctypes.Structure):  # cuda_on_cpu.cpp; of the last call
     ]
 
 
+# ---- compiling
+
+
 @functools.cache
-def folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="cuda_on_cpu_")  # gone when the process ends
+def scratch() -> tempfile.TemporaryDirectory:
+    """A folder for compiled files, gone when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="cuda_on_cpu_")
 
 
 def compiled(arguments: list, output: str) -> Path:
+    """Runs g++. RuntimeError with the compiler's messages where it fails."""
     if COMPILER is None:
         raise RuntimeError("running the CUDA kernels on a CPU needs g++ on Linux")
-    path = Path(folder().name) / output
+    path = Path(scratch().name) / output
     result = subprocess.run([COMPILER, "-std=c++17", "-fPIC", *map(str, arguments), "-o", path], capture_output=True)
     if result.returncode != 0:
-        raise RuntimeError(result.stderr.decode(errors="replace")[:2000])
+        raise RuntimeError(result.stderr.decode(errors="replace")[:4000])
     return path
 
 
 @functools.cache
 def runtime() -> Path:
+    """The compiled emulator."""
     return compiled(["-O2", "-Wall", "-Wextra", "-Werror", "-c", HERE / "cuda_on_cpu.cpp"], "runtime.o")
 
 
-def mutated(source: str, changes: tuple[tuple[str, str], ...]) -> str:
+def changed(changes: Changes) -> dict[str, str]:
+    """The text of each kernel file after the changes. ValueError where an old text is not there exactly once."""
+    texts = {name: (CSRC / name).read_text(encoding="utf-8") for name in KERNELS}
     for old, new in changes:
-        if source.count(old) != 1:
-            raise ValueError(f"the source has {source.count(old)} of what is to be changed: {old!r}")
-        source = source.replace(old, new)
-    return source
+        count = sum(text.count(old) for text in texts.values())
+        if count != 1:
+            raise ValueError(f"the kernels have {count} places with {old!r}: one is needed")
+        texts = {name: text.replace(old, new) for name, text in texts.items()}
+    return texts
 
 
 @functools.cache
-def library(variant: str = "plain", changes: tuple[tuple[str, str], ...] = ()) -> Path:
-    """The compiled kernels; `changes` are (old text, new text) of the .cu, to see whether a test notices."""
-    source = CSRC / "bf16_linear.cu"
+def library(variant: str = "plain", changes: Changes = ()) -> Path:
+    """The compiled kernels, as they are or after changes, which show whether a test notices them."""
     name = f"{variant}_{abs(hash(changes))}"
+    folder = CSRC
     if changes:
-        source = Path(folder().name) / f"{name}.cu"
-        source.write_text(mutated((CSRC / "bf16_linear.cu").read_text(encoding="utf-8"), changes), encoding="utf-8")
+        folder = Path(scratch().name) / name
+        folder.mkdir()
+        for file, text in changed(changes).items():
+            (folder / file).write_text(text, encoding="utf-8")
     warnings = ["-w"] if changes else ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    kernels = compiled(["-x", "c++", *VARIANTS[variant], *warnings, "-I", HERE, "-I", CSRC, "-c", source], f"{name}.o")
+    flags = [*VARIANTS[variant], *warnings, "-I", HERE, "-I", CSRC]
+    kernels = compiled(["-x", "c++", *flags, "-c", folder / "bf16_linear.cu"], f"{name}.o")
     sanitizers = ["-fsanitize=address,undefined"] if variant == "safe" else []
     return compiled(["-shared", *sanitizers, kernels, runtime()], f"{name}.so")
 
@@ -96,23 +117,28 @@ def library(variant: str = "plain", changes: tuple[tuple[str, str], ...] = ()) -
 @functools.cache
 def loaded(path: Path) -> ctypes.CDLL:
     cdll = ctypes.CDLL(str(path))
-    cdll.run.restype = cdll.choice.restype = ctypes.c_char_p
+    cdll.run_linear.restype = cdll.version_for.restype = ctypes.c_char_p
     return cdll
 
 
+# ---- running
+
+
 def counters(path: Path) -> Counters:
+    """The counters of the last call of this library."""
     return Counters.in_dll(loaded(path), "counters")
 
 
 def problem(x, weight, bias=None, y=None) -> Problem:
+    """The arrays as the kernels take them. ValueError where they do not fit together."""
     arrays = [array for array in (x, weight, bias, y) if array is not None]
     if not all(array.flags.c_contiguous and array.dtype in (np.float32, np.uint16) for array in arrays):
-        raise ValueError("arrays are contiguous, float32 or uint16")
+        raise ValueError("arrays must be contiguous, of float32 or uint16")
     if x.shape[1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
-        raise ValueError(f"x {x.shape}, weight {weight.shape} and bias do not fit")
+        raise ValueError(f"x {x.shape} and bias do not fit weight {weight.shape}")
     pointers = [None if array is None else array.ctypes.data for array in (x, weight, bias, y)]
-    low = [array is not None and array.dtype == np.uint16 for array in (x, weight, bias)]
-    return Problem(*pointers, len(x), len(weight), x.shape[1], *low)
+    are_bf16 = [array is not None and array.dtype == np.uint16 for array in (x, weight, bias)]
+    return Problem(*pointers, len(x), len(weight), x.shape[1], *are_bf16)
 
 
 def set_device(cdll, multiprocessors: int, major: int, order: int = 0, blocks: tuple[int, int] = (-1, 0)) -> None:
@@ -130,12 +156,12 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def choice(x, weight, *, path: Path | None = None, multiprocessors: int = 132, major: int = 9, y=None) -> int:
-    """The version that the launcher takes."""
+def version_for(x, weight, *, path: Path | None = None, multiprocessors: int = 132, major: int = 9, y=None) -> int:
+    """The version that the launcher takes on a device with so many multiprocessors and this compute capability."""
     cdll = loaded(path or library())
     set_device(cdll, multiprocessors, major)
     version = ctypes.c_int()
-    cdll.choice(ctypes.byref(problem(x, weight, None, y)), ctypes.byref(version))
+    cdll.version_for(ctypes.byref(problem(x, weight, None, y)), ctypes.byref(version))
     return version.value
 
 
@@ -150,8 +176,9 @@ def linear(
     order: int = 0,  # of the threads: 0 forward, 1 backward, else the seed of a shuffle
     multiprocessors: int = 132,
     major: int = 9,
-    blocks: tuple[int, int] = (-1, 0),  # run only so many at the beginning and at the end
+    blocks: tuple[int, int] = (-1, 0),  # how many run at the beginning and at the end of the grid; (-1, 0): all
 ) -> np.ndarray:
+    """y (n, m). RuntimeError where the launcher refuses, threads wait forever, or memory outside of y is written."""
     path = path or library()
     cdll = loaded(path)
     set_device(cdll, multiprocessors, major, order, blocks)
@@ -164,7 +191,7 @@ def linear(
         y = surroundings[GUARD : GUARD + size].reshape(len(x), len(weight))
     if blocks[0] < 0:
         y.view(np.uint8)[...] = 0xFF  # NaN: a result that is not written shows
-    error = cdll.run(ctypes.byref(problem(x, weight, bias, y)), version)
+    error = cdll.run_linear(ctypes.byref(problem(x, weight, bias, y)), version)
     if error:
         raise RuntimeError(error.decode())
     if surroundings is not None:
