@@ -35,7 +35,7 @@ each_text = pytest.mark.parametrize("name", TEXTS)
 
 # ---- the map
 
-SOURCES = (".py", ".cu", ".cpp", ".h", ".ipynb")
+SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".ipynb")
 ROOMS = ("", "base", "data", "amp", "model", "csrc", "engine", "optim", "run", "watch", "benchmarks", "lessons")
 WHOLE_FOLDERS = (
     "csrc/cuda_on_cpu",
@@ -58,6 +58,9 @@ TESTED_IN = {
     "model/generate.py": "test_sample.py",
     "csrc/bf16_linear.cu": "test_cuda_on_cpu.py",
     "csrc/bf16_linear.h": "test_cuda_on_cpu.py",
+    "csrc/bf16_linear_numbers.cuh": "test_cuda_on_cpu.py",
+    "csrc/bf16_linear_tiles.cuh": "test_cuda_changes.py",
+    "csrc/bf16_linear_vectors.cuh": "test_cuda_changes.py",
     "csrc/bf16_linear_cpu.cpp": "test_bf16_linear.py",
     "csrc/bf16_linear_cpu.h": "test_bf16_linear.py",
     "csrc/bindings.cpp": "test_bf16_linear.py",
@@ -190,7 +193,7 @@ def test_every_make_target_that_is_shown_exists():
 def test_every_file_that_is_named_exists():
     there = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file() and not is_hidden(path)}
     names = {Path(path).name for path in there}
-    for path in re.findall(r"[\w./-]+\.(?:py|cu|cpp|h|ipynb|md)\b", EVERYTHING):
+    for path in re.findall(r"[\w./-]+\.(?:py|cu|cuh|cpp|h|ipynb|md)\b", EVERYTHING):
         found = path.removeprefix("../")
         assert found in there or ("/" not in found and found in names), path
 
