@@ -35,7 +35,7 @@ each_text = pytest.mark.parametrize("name", TEXTS)
 
 # ---- the map
 
-SOURCES = (".py", ".cu", ".cpp", ".h", ".ipynb")
+SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".ipynb")
 ROOMS = ("", "base", "data", "amp", "model", "csrc", "engine", "optim", "run", "watch", "benchmarks", "lessons")
 WHOLE_FOLDERS = (
     "csrc/cuda_on_cpu",
@@ -57,6 +57,9 @@ TESTED_IN = {
     "model/engine_backend.py": "test_engine_gpt.py",
     "model/generate.py": "test_sample.py",
     "csrc/bf16_linear.cu": "test_cuda_on_cpu.py",
+    "csrc/bf16_linear_vectors.cuh": "test_cuda_on_cpu.py",
+    "csrc/bf16_linear_tiles.cuh": "test_cuda_changes.py",
+    "csrc/bf16_linear_numbers.cuh": "test_cuda_on_cpu.py",
     "csrc/bf16_linear.h": "test_cuda_on_cpu.py",
     "csrc/bf16_linear_cpu.cpp": "test_bf16_linear.py",
     "csrc/bf16_linear_cpu.h": "test_bf16_linear.py",
