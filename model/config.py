@@ -102,7 +102,7 @@ def initial_weights(config: GPTConfig, seed: int) -> dict[str, np.ndarray]:
             key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
             # RandomState's streams are frozen by NumPy's policy; those of Generator may change between versions.
             random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, key])))
-            weights[name] = (random.standard_normal(shape) * init).astype(np.float32)
+            weights[name] = (random.standard_normal(shape) * float(init)).astype(np.float32)
     return weights
 
 
