@@ -1,6 +1,7 @@
 """Decoding with a KV cache gives the logits and the text that the whole context gives."""
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
