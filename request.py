@@ -23,7 +23,7 @@ from run.folder import find_intact, holds_run, intact_after
 from settings import PRESETS, Settings, flags_with, saved_flags
 
 BPE_VOCAB_SIZE = 4096
-# benchmark.py precision writes these files. The user's own measurement goes before the committed one.
+# benchmark.py precision writes these files. The user's own measurement is preferred to the committed one.
 ADOPTED = (
     cache_folder() / "benchmarks" / "config.json",
     Path(__file__).parent / "benchmarks" / "results" / "config.json",
@@ -95,7 +95,7 @@ def asked_for(flags: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def derived(settings: Settings, hardware: Hardware) -> Settings:
-    """Settings with the values of this hardware, and with numbers where the command line left them to others."""
+    """Settings with this hardware's device and dtype, and with loss_scaling and save_every resolved."""
     scaling = "off" if hardware.dtype == "fp32" else "on"
     return replace(
         settings,
@@ -152,7 +152,7 @@ def _is_whole_for_float(value: Any, f: Field) -> bool:
 
 
 def _is_known_choice(value: Any, f: Field) -> bool:
-    """Whether this version has a choice. A flag that speaks of the run's beginning has nothing to choose any more."""
+    """Whether this version has a choice. A flag about a run's beginning is not used any more: any value passes."""
     choices = f.metadata["choices"]
     return not choices or value in choices or f.metadata["on_resume"] == "refused"
 
@@ -174,7 +174,7 @@ def _refused_on_resume(flags: dict[str, Any], saved: dict[str, Any], resume_from
 
 
 def adopt(dtype: str) -> tuple[str, str]:
-    """The precision that "adopted" means, which benchmark.py precision has measured, and words for the header."""
+    """Returns a precision and words for the header. "adopted" becomes the one that benchmark.py precision chose."""
     if dtype != "adopted":
         return dtype, ""
     path = next((path for path in ADOPTED if path.exists()), ADOPTED[0])

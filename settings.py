@@ -4,8 +4,8 @@ A value comes from the default below, then the preset, then the checkpoint that 
 request.py puts them together and checks what concerns more than one flag.
 
 on_resume says what happens to a flag when a run goes on from a checkpoint:
-    "changes"   saved; another value may be given, and the run is then not the one that was saved
-    "schedule"  saved; another value may be given, and the learning rate goes on from another one
+    "changes"   saved; another value may be given, and the run then goes on differently from the saved one
+    "schedule"  saved; another value may be given, and the learning rate may then jump
     "harmless"  saved; another value may be given, and training does not depend on it
     "fixed"     saved; the weights depend on it, so another value is refused
     "refused"   saved; it speaks of the run's beginning, so it cannot be given
@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields
 from base.flags import flag, name_of
 
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
-LARGEST = 2**20  # of a size; beyond it a typing error is likelier than a model
+LARGEST = 2**20  # the largest size accepted; a larger one is probably a typing error
 
-# Sizes and recipes; flags on the command line go before these. "cpu" repeats the defaults of the flags below.
+# Sizes and recipes; a flag on the command line overrides them. "cpu" repeats the defaults of the flags below.
 PRESETS: dict[str, dict] = {
     "cpu": dict(
         n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0,
@@ -59,7 +59,7 @@ class Settings:
     backend: str = flag("torch", "what computes the gradients", ("torch", "numpy", "engine"))
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps (mps is not tested); auto: CUDA where there is one", on_resume="again")
     dtype: str = flag("auto", "compute precision; auto: bf16, or fp16 on CUDA cards without it; adopted: what benchmark.py precision chose", ("auto", "adopted", "fp32", "bf16", "fp16"))
-    emulation: str = flag("auto", "compute 16-bit products by rounding and fp32; auto: where units lack", ("auto", "on", "off"))
+    emulation: str = flag("auto", "compute 16-bit products by rounding and fp32; auto: where the hardware has no 16-bit units", ("auto", "on", "off"))
     kernel: str = flag("auto", "what computes mlp.c_proj in bf16; auto: own where it fits; require: stop where it cannot be built", ("auto", "own", "library", "off", "require"))
     loss_scaling: str = flag("auto", "dynamic loss scale; off: fixed at 1; auto: on below fp32", ("auto", "on", "off"))
     init_scale: float = flag(2.0**15, "first loss scale", at_least=1, at_most=MAX_SCALE, on_resume="refused")

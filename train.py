@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from amp.scaler import DynamicLossScaler, TooManySkips
+from amp.scaler import LossScaler, TooManySkips
 from base.errors import run_script, say
 from data import tokenizers
 from data.batches import Batches, mean_loss
@@ -35,13 +35,13 @@ SAMPLE_TOKENS = 200
 
 
 class Diverged(RuntimeError):
-    """The run came to its end, but not to a model."""
+    """The run made all its steps, but its validation loss is not finite."""
 
 
-def step(backend: backends.Backend, scaler: DynamicLossScaler, batches: Batches, settings: Settings, number: int):
+def step(backend: backends.Backend, scaler: LossScaler, batches: Batches, settings: Settings, number: int):
     """One optimizer step on the rows of step `number`. Returns the losses of its micro-batches and the gradient norm.
 
-    Both are as the backend has them, on the device: to read them is for those who need the numbers.
+    Both stay on the device. Reading them makes the host wait, so the caller decides when.
     """
     optimizer, losses = backend.optimizer, []
     for micro in range(settings.accumulation):
@@ -50,7 +50,7 @@ def step(backend: backends.Backend, scaler: DynamicLossScaler, batches: Batches,
             loss = backend.model(x, y, key=(settings.seed, number, micro))
         scaler.scale(loss / settings.accumulation).backward()
         losses.append(loss.detach())
-    scaler.unscale_(optimizer)  # the one host read; before the clip, or the threshold is off by the scale
+    scaler.unscale_(optimizer)  # the one host read; before the clip, which would see gradients times the scale
     grad_norm = backend.clip_grad_norm_(settings.clip or math.inf)
     scaler.step(optimizer)  # skipped when a gradient is inf or NaN
     scaler.update()  # backs off after a skip, grows after many good steps
@@ -96,7 +96,7 @@ class Run(NamedTuple):
     config: GPTConfig
     tokenizer: Any
     backend: backends.Backend
-    scaler: DynamicLossScaler
+    scaler: LossScaler
     batches: Batches
     out: Path
     first_step: int  # steps that were done before this process began
@@ -132,7 +132,7 @@ def begin(request: Request) -> Iterator[Run]:
     fingerprint = tokenizers.fingerprint(tokenizer)
     about = resume.about_run(settings, request.asked, hardware, backend.kernel, config, corpus, fingerprint, versions)
     about |= checkpoint.unknown_keys(manifest)
-    del arrays, manifest, weights  # three times the model's size, which a whole run need not hold
+    del arrays, manifest, weights  # they hold three times the model's size, and the run needs them no more
     out, lock = open_folder(settings, hardware.dtype, resume_from, first_step)
     say(words.header(notes, settings, hardware, backend.kernel, config, batches, corpus.name, out, first_step))
     saver = Saver(out, asdict(config), tokenizer.describe(), about, best_val, settings.overwrite)
@@ -146,7 +146,7 @@ def begin(request: Request) -> Iterator[Run]:
 
 
 def measure(run: Run, done: int, lr: float, losses: list, grad_norm, validate: bool) -> Row:
-    """The row of the step that was just made. To read the losses is to wait for the device; then the clock stops."""
+    """The row of the step that was just made. Reading the losses waits for the device; the clock stops after that."""
     loss = sum(loss.item() for loss in losses) / len(losses)
     tokens_per_second = run.clock.stop(done)
     windows = run.batches.windows("val", max(1, EVALUATION_TOKENS // run.config.block_size))
@@ -168,7 +168,7 @@ def measure(run: Run, done: int, lr: float, losses: list, grad_norm, validate: b
 
 
 def end(run: Run, row: Row) -> None:
-    """Says how the run ended. NotSaved, Stopped or Diverged where it did not come to its end with a saved model."""
+    """Prints the result and a sample. NotSaved, Stopped or Diverged: the run did not end with a saved model."""
     settings, out = run.request.settings, run.out
     if run.saver.fault:
         raise checkpoint.NotSaved(f"{run.saver.fault}; earlier checkpoints are as they were")

@@ -5,11 +5,11 @@ bits): it overflows at 65504 and loses everything below 6e-8. bf16 spends them o
 fp32) and keeps 7 mantissa bits. Source: IEEE 754-2019; bf16 is the upper half of an IEEE fp32.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Dtype = Literal["fp32", "bf16", "fp16"]
+from base.dtypes import Dtype
 
 
 class Format(NamedTuple):

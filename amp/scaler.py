@@ -23,7 +23,6 @@ torch/amp/grad_scaler.py, whose decisions and errors are these.
 import math
 import struct
 import sys
-from typing import Any
 
 READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 
@@ -78,7 +77,7 @@ class LossScaler:
         self.consecutive_skips = 0
         self.overflowed_parameter: str | None = None
 
-    def scale(self, outputs) -> Any:
+    def scale(self, outputs):
         """Returns the loss `outputs` times the scale. Shape and device stay."""
         return outputs * _factor_for(outputs, self._scale)
 
@@ -317,7 +316,7 @@ class DynamicLossScaler(LossScaler):
         if not enabled:
             self._scale = 1.0  # whatever the bounds
 
-    def scale(self, outputs) -> Any:
+    def scale(self, outputs):
         """Scales a loss, or each loss in nested lists and tuples. Another iterable becomes an iterator."""
         if not self._enabled:
             return outputs

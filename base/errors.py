@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a limit
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a used-up quota, a file at its size limit
 
 
 class BadInput(ValueError):
@@ -14,9 +14,10 @@ class BadInput(ValueError):
 
 
 def say(text: str) -> None:
-    """print, where a full disk under a redirected output is no reason to end a run."""
+    """Prints a text at once. If the output is a file on a full disk, the text is lost and the run goes on."""
     try:
-        print(text, flush=True)
+        sys.stdout.write(text + "\n")  # one write: a reader may leave after the first line
+        sys.stdout.flush()
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -36,8 +37,8 @@ def run_script(
 ) -> int:
     """Runs a script and returns its exit status.
 
-    0: done. 1: out of memory, or an exception of `stops`, whose message is printed. 2: bad input. The status of an
-    Ended. 130: Ctrl-C. 141: nobody reads its output any more.
+    0: done. 1: out of memory, or an exception of `stops`, whose message is printed. 2: bad input. An Ended gives
+    its own status. 130: Ctrl-C. 141: nobody reads its output any more.
     """
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:  # closed by who started this
@@ -56,6 +57,7 @@ def run_script(
         print(f"{name}: {ended}", file=sys.stderr)
         return ended.status
     except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes the rest at its end, and would complain
         return 128 + 13
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted", file=sys.stderr)

@@ -54,7 +54,7 @@ def read(path: Path) -> bytes:
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
-    """The content of a file. BadInput where its hash is another one."""
+    """The content of a file. BadInput if its sha256 differs."""
     content = read(path)
     if hashlib.sha256(content).hexdigest() != sha256:
         raise BadInput(f"{path}: damaged, its sha256 is not the manifest's: use another checkpoint")

@@ -38,9 +38,10 @@ def flag(
 
 
 def read_flags(cls: type, argv: list[str] | None, prog: str, description: str) -> tuple[dict[str, Any], list[str]]:
-    """The fields of `cls` that the command line names, converted, and a line for each fault. Bounds: out_of_bounds().
+    """The fields of `cls` that the command line names, converted, and a line for each fault.
 
-    argparse finds the flags; conversion is done here, since argparse stops at the first fault.
+    argparse finds the flags; conversion is done here, since argparse stops at the first fault. out_of_bounds() checks
+    bounds.
     """
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     for f in fields(cls):
@@ -114,7 +115,7 @@ def _add(parser: argparse.ArgumentParser, f: Field) -> None:
 
 
 def _unknown_arguments(words: list[str], names: list[str]) -> list[str]:
-    """A line for each unknown flag, with the known one that it may mean. The value of an unknown flag gets none."""
+    """A line for each unknown flag, with the known one that it may mean. Its value gets no line of its own."""
     lines = []
     for before, word in zip(["", *words], words, strict=False):
         if before.startswith("--") and not word.startswith("--"):

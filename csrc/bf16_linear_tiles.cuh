@@ -31,7 +31,8 @@ static_assert(TILE_M % WARP_M == 0, "v5: the warps must cover the tile: WARP_M m
 static_assert(WARP_N % FRAGMENT == 0, "v5: a warp computes fragments of 16 x 16: 16 must divide WARP_N");
 static_assert(WARP_M % FRAGMENT == 0, "v5: a warp computes fragments of 16 x 16: 16 must divide WARP_M");
 static_assert(TILE_K % FRAGMENT == 0, "v5: a fragment takes 16 of k: 16 must divide TILE_K");
-static_assert(128 % WARP_M == 0, "v5: 32 lanes write whole lines of 4 results each: WARP_M must divide 128");
+static_assert(WARP_M == 32 || WARP_M == 64,
+              "v5: lanes write whole lines, and lines of fewer than 32 results share banks: WARP_M is 32 or 64");
 static_assert(V5_THREADS <= 1024, "v5: a block has at most 1024 threads: larger WARP_N, WARP_M or a smaller tile");
 static_assert(V5_SHARED <= 48 * 1024,
               "v5: a launch gets 48 KB of shared memory: make TILE_N, TILE_M or TILE_K smaller");

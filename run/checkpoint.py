@@ -1,13 +1,13 @@
 """One checkpoint on disk: arrays and JSON in a folder `step-N/`, written whole or not at all. No torch, no pickle.
 
     step-N/config.json              the model's sizes, as Hugging Face transformers reads a GPT-2
-    step-N/model.safetensors        weights by GPT-2's names; Conv1D kinds are (in, out), as GPT-2 keeps them
+    step-N/model.safetensors        weights by GPT-2's names; linear layers' weights are (in, out), as GPT-2 keeps them
     step-N/minigpt_tokenizer.json   the vocabulary
     step-N/optimizer.safetensors    AdamW's moments by parameter name
     step-N/manifest.json            everything else, a sha256 of each file above and one of itself; written last
 
 A folder is built under another name, flushed, and renamed to step-N, so a step-N that exists is complete. Damage that
-comes later shows in the hashes. Which checkpoint of a run is used, and which are kept: folder.py.
+comes later shows in the hashes. folder.py decides which checkpoint is used and which are kept.
 
 The format only grows. A key that a later version adds to the manifest has a default, so that an older checkpoint stays
 readable. Keys and files that this version does not know are named in a note, and the keys are kept in later manifests.
@@ -49,7 +49,7 @@ class NotSaved(OSError):
 def write(
     out: Path, step: int, arrays: dict, config: dict, tokenizer: dict, manifest: dict, keep_replaced: bool = False
 ) -> Path:
-    """Writes `out/step-N` and returns its path. NotSaved, with nothing of it left, where the disk is full, say.
+    """Writes `out/step-N` and returns its path. NotSaved: the disk is full, say, and nothing of the checkpoint is left.
 
     arrays: as Backend.state() gives them. config: GPTConfig's fields. tokenizer: its describe(). manifest: all keys of
     REQUIRED and OPTIONAL but format_version, step, sha256 and digest. keep_replaced: a step-N that was there stays
@@ -84,7 +84,7 @@ def write(
 
 
 def _put_in_place(temporary: Path, final: Path, keep_replaced: bool) -> None:
-    """Renames a folder that is whole. The folder that had the name goes aside, and comes back where that fails."""
+    """Renames `temporary`, which is whole, to `final`. A folder of that name goes aside, and back if that fails."""
     aside = _aside(final)
     if final.exists():
         final.rename(aside)
@@ -160,9 +160,9 @@ def notes(folder: Path, manifest: dict) -> list[str]:
     keys, names = list(unknown_keys(manifest)), sorted(set(manifest["sha256"]) - set(FILES))
     lines = []
     if keys:
-        lines.append(f"{folder / 'manifest.json'}: {', '.join(keys)}: this version does not know it, and keeps it")
+        lines.append(f"{folder / 'manifest.json'}: {', '.join(keys)}: unknown to this version, and kept")
     if names:
-        lines.append(f"{folder}: {', '.join(names)}: this version does not know it, and leaves it there")
+        lines.append(f"{folder}: {', '.join(names)}: unknown to this version, and left there")
     return lines
 
 
@@ -171,7 +171,7 @@ def damage(folder: Path) -> str | None:
     try:
         manifest = read_manifest(folder)
         if folder.name != f"step-{manifest['step']}":
-            return f"{folder}: holds step {manifest['step']}: a copy, or renamed"
+            return f"{folder}: holds step {manifest['step']}, so it is a copy or was renamed"
         for name, sha256 in manifest["sha256"].items():
             files.read_checked(folder / name, sha256)
     except BadInput as error:

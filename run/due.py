@@ -6,7 +6,7 @@ from settings import Settings
 
 
 class Due(NamedTuple):
-    """Chores of a step. They depend on the step alone, so a resumed run writes the same rows as one in one go."""
+    """Chores of a step. They depend on the step alone, so a resumed run writes the rows of a run without a pause."""
 
     log: bool
     validate: bool

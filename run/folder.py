@@ -33,7 +33,7 @@ KEPT = 2  # newest checkpoints that stay; the best one stays too
 
 
 def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("latest.json",)) -> Path:
-    """The folder of a model that `wanted` means: "auto" (in `out`, else the newest run), a run folder, or the folder.
+    """Returns a model's folder. wanted: "auto" (the run in `out`, else the newest run), a run folder, or the folder.
 
     pointers: which checkpoint of a run to take. The first pointer that exists counts.
     """
@@ -70,7 +70,7 @@ def intact_after(out: Path, step: int) -> Path | None:
 
 
 def holds_run(out: Path) -> bool:
-    """Whether there is a checkpoint to lose. A log alone belongs to a run that never came to one."""
+    """Whether the folder holds a checkpoint. A log alone does not count: its run never saved one."""
     return os.path.isfile(out / "latest.json") or bool(_steps(out))
 
 
@@ -97,7 +97,7 @@ class Lock:
     """Held from its construction to the end of the block, or of the process: a killed process leaves no lock behind."""
 
     def __init__(self, out: Path):
-        self.lock = FileLock(out / ".lock")  # flock, msvcrt on Windows; that the file is there means nothing
+        self.lock = FileLock(out / ".lock")  # flock; on Windows msvcrt. The file stays when the lock is gone
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
@@ -114,7 +114,7 @@ class Lock:
 def open_folder(settings: Settings, dtype: str, resume_from: Path | None, first_step: int) -> tuple[Path, Lock]:
     """The run folder and the lock on it. With --overwrite the old run stays until the new one saves.
 
-    BadInput where it cannot be written, another process holds it, or has gone on from a later step meanwhile.
+    BadInput if it cannot be written, another process holds it, or another process has meanwhile saved a later step.
     """
     try:
         if settings.out:
@@ -147,7 +147,7 @@ def _new_folder(name: str) -> Path:
 
 
 def clear_leftovers(out: Path) -> None:
-    """Removes half-done work of killed processes, or brings back what they had moved aside. Hold the run's lock."""
+    """Removes half-done work of killed processes, or brings back moved folders. The caller holds the lock of the run."""
     for path in _entries(out):
         if leftover := LEFTOVER.fullmatch(path.name):
             step, kind = leftover.groups()
@@ -199,7 +199,8 @@ class Saver:
     def save(self, row: Row, state: Callable[[], dict], scaler: DynamicLossScaler, tell: Callable[[str], None]) -> None:
         """Saves the step of `row`. A failure, like a full disk, is told and kept in `fault`: the run goes on.
 
-        state: gives the arrays, as Backend.state. A model that has diverged is not saved: it would push out a good one.
+        state: gives the arrays, as Backend.state. A model whose loss is not finite is not saved: it would push out a
+        good one.
         """
         if not math.isfinite(row.loss if row.val is None else row.val):
             return

@@ -1,7 +1,7 @@
 """log.csv, which programs read: one row every --log-every steps and one for each validation.
 
-The format only grows. A later version may add columns: its rows are read here with the columns that Row has, the others
-stay in the file. In a log that is older than a column of Row, the column is empty.
+The format only grows. A later version may add columns: this version reads the columns that Row has, and the others stay
+in the file. In a log that is older than a column of Row, the column is empty.
 """
 
 import csv
@@ -40,8 +40,8 @@ WHOLE = {"step", "skipped", "tokens"}  # columns of whole numbers
 class Log:
     """Appends rows to a CSV file, each written through; a resumed run first drops the rows after its checkpoint.
 
-    What a full disk refuses waits in memory, and is written with the next row or at the end. `seconds` is that of the
-    last row kept. BadInput where the file cannot be written at all.
+    Rows that a full disk refuses wait in memory, and are written with the next row or at the end. `seconds` is that of
+    the last row kept. BadInput where the file cannot be written at all.
     """
 
     def __init__(self, path: Path, first_step: int = 0):
@@ -147,9 +147,9 @@ def _value(column: str, text: str):
 
 
 def _read_or_set_aside(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns, with those that the file lacks behind its own, and the rows as text, all of which can be read.
+    """Returns the columns and the rows as text. Columns of Row that the file lacks come after its own.
 
-    A log that cannot be read stays as log.csv.damaged, and there are no rows.
+    A log that cannot be parsed is renamed to log.csv.damaged; then there are no rows.
     """
     columns: list[str] = []
     lines: list[dict[str, str]] = []

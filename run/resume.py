@@ -1,4 +1,4 @@
-"""What a resumed run takes from its checkpoint, what it must share with it, and what a changed flag means."""
+"""Resuming: the state a run takes from its checkpoint, what must be equal in both, and notes about changed flags."""
 
 import math
 from dataclasses import asdict, fields
@@ -28,7 +28,7 @@ def check(settings: Settings, manifest: dict, corpus: Corpus, resume_from: Path)
 def notes(
     settings: Settings, asked: dict[str, Any], hardware: Hardware, kernel: Kernel, versions: dict, manifest: dict
 ) -> list[str]:
-    """A line for each change since the checkpoint that the rest of the run will feel.
+    """A line for each change since the checkpoint that affects the rest of the run.
 
     asked: the settings before derivation, as the manifest has them. versions: of the array libraries.
     """
@@ -41,7 +41,7 @@ def notes(
         rates = f"the learning rate goes from {before:.1e} to {after:.1e} at step {step + 1}"
         lines.append(f"{', '.join(schedule)}: {rates}")
     if "dtype" in changed:
-        same = "weights and moments are fp32 and go on as they are; products round otherwise"
+        same = "weights and moments are fp32 and go on as they are; products are rounded differently"
         lines.append(f"{changed['dtype']}: {same}")
     others = [line for name, line in changed.items() if name in flags_with("changes") and name != "dtype"]
     if others:
@@ -77,7 +77,7 @@ def build_scaler(settings: Settings, manifest: dict) -> DynamicLossScaler:
 
 
 def restore_scaler(scaler: DynamicLossScaler, settings: Settings, manifest: dict) -> None:
-    """Scale, counters and skips as they were; the growth interval is the one asked for now."""
+    """Gives the scaler the checkpoint's scale, counters and skips. The growth interval is the one asked for now."""
     if settings.loss_scaling == "on" and manifest["compute"]["loss_scaling"] == "on":
         interval = settings.growth_interval
         tracker = min(manifest["scaler"]["_growth_tracker"], interval - 1)  # the interval may be shorter now
@@ -86,7 +86,7 @@ def restore_scaler(scaler: DynamicLossScaler, settings: Settings, manifest: dict
 
 
 def state_of(scaler: DynamicLossScaler, best_val: float) -> dict:
-    """The part of a manifest that changes from step to step: rows, dropout and rate are functions of the step."""
+    """The part of a manifest that changes from step to step: rows, dropout and rate follow from the step."""
     return {
         "best_val": best_val if best_val < math.inf else None,
         "scaler": scaler.state_dict(),
@@ -123,5 +123,5 @@ def about_run(
 
 
 def about_corpus(corpus: Corpus) -> dict:
-    """Which text it is."""
+    """Name, length and sha256 of the text, by which a resumed run recognizes it."""
     return {"name": corpus.name, "characters": len(corpus.text), "sha256": corpus.sha256}

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the loop is told, and ends where nothing is lost."""
+"""After SIGTERM or Ctrl-C the loop ends with the step that is running, and saves it."""
 
 import os
 import signal

@@ -45,7 +45,7 @@ def verify_resume(script: str, argv: list[str], settings: Settings) -> str:
 
 @contextmanager
 def _ending_on_sigterm():
-    """SIGTERM unwinds the block, so that it ends the process that is running and clears the folder."""
+    """Inside the block SIGTERM raises SystemExit, so that the subprocess is ended and the folder removed."""
     handler_before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -62,7 +62,7 @@ def _run(script: str, flags: list[str]) -> None:
 def first_difference(whole: Path, rest: Path, half: int, steps: int) -> str | None:
     """Compares two run folders and names the first tensor, number or log cell that differs. None where all is equal.
 
-    The log of `rest` has the steps after `half` alone.
+    The log of `rest` has only the steps after `half`.
     """
     arrays, _, manifest = checkpoint.load(whole / f"step-{steps}")
     other_arrays, _, other_manifest = checkpoint.load(rest / f"step-{steps}")

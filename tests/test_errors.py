@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,5 +45,15 @@ def test_a_reader_who_leaves_ends_a_script_quietly():
     many = "[print('x' * 99, flush=True) for _ in range(10**4)]"
     many = f"import sys; from base.errors import run_script; sys.exit(run_script('x', lambda: {many}))"
     command = ["bash", "-c", f'{sys.executable} -c "{many}" | head -c 10; echo ${{PIPESTATUS[0]}}']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, cwd=ROOT, env=buffered, capture_output=True, text=True)
+    assert (done.stdout.splitlines()[-1], done.stderr) == ("xxxxxxxxxx141", "")
+
+
+def test_a_reader_who_leaves_in_the_middle_of_buffered_lines_ends_a_script_quietly():
+    many = "[print('x' * 99) for _ in range(10**4)]"  # without a flush: Python writes the rest at its end
+    many = f"import sys; from base.errors import run_script; sys.exit(run_script('x', lambda: {many}))"
+    command = ["bash", "-c", f'{sys.executable} -c "{many}" | head -c 10; echo ${{PIPESTATUS[0]}}']
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, cwd=ROOT, env=buffered, capture_output=True, text=True)
     assert (done.stdout.splitlines()[-1], done.stderr) == ("xxxxxxxxxx141", "")

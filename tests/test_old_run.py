@@ -56,7 +56,7 @@ def test_an_old_checkpoint_is_sampled(capsys):
 def test_manifest_keys_of_a_later_version_are_named_and_kept(old_run, capsys):
     change_manifest(old_run / "step-8", world=4)
     go_on(old_run)
-    note = f"note    {old_run / 'step-8' / 'manifest.json'}: world: this version does not know it, and keeps it\n"
+    note = f"note    {old_run / 'step-8' / 'manifest.json'}: world: unknown to this version, and kept\n"
     assert note in capsys.readouterr().out
     assert checkpoint.read_manifest(old_run / "step-12")["world"] == 4
 
@@ -75,6 +75,6 @@ def test_files_of_a_later_version_are_checked_and_named(old_run, capsys):
     change_manifest(folder, sha256=hashes | {"shards.json": hashes["config.json"]})
     assert checkpoint.damage(folder) is None
     go_on(old_run)
-    assert "shards.json: this version does not know it, and leaves it there" in capsys.readouterr().out
+    assert "shards.json: unknown to this version, and left there" in capsys.readouterr().out
     (folder / "shards.json").write_text("{}")
     assert "shards.json: damaged" in checkpoint.damage(folder)

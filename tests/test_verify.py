@@ -48,7 +48,9 @@ def test_a_trainer_that_forgets_the_moments_is_found_out(in_this_process, corpus
 
     def forgetful(folder):
         arrays, description, manifest = load(folder)
-        return arrays | ({"optimizer": None} if folder.name == "step-2" else {}), description, manifest
+        if folder.name == "step-2":
+            arrays["optimizer"] = {name: np.zeros_like(moment) for name, moment in arrays["optimizer"].items()}
+        return arrays, description, manifest
 
     monkeypatch.setattr(checkpoint, "load", forgetful)
     assert train.main([*FLAGS.split(), "--corpus", str(corpus), "--verify-resume"]) == 1

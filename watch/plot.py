@@ -57,7 +57,7 @@ def _draw_validation(axes, rows: list[Row]) -> None:
 
 
 def _draw_skips(axes, rows: list[Row]) -> None:
-    """Red crosses at rows before which steps were skipped."""
+    """Draws a red cross at each row that follows skipped steps."""
     if rows:
         axes.plot(
             [row.step for row in rows], [row.scale for row in rows], "rx", label="steps skipped since the last row"

@@ -55,7 +55,7 @@ class Progress(Sink):
 
     def begin(self) -> None:
         self.terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        form = "{percentage:3.0f}% {bar}{remaining} {desc}"  # the bar takes what the numbers leave of the line
+        form = "{percentage:3.0f}% {bar}{remaining} {desc}"  # the bar fills the room that the numbers leave
         self.bar = tqdm(
             total=self.steps,
             initial=self.first_step,
@@ -83,7 +83,7 @@ class Progress(Sink):
 
 
 def _write(text: str) -> None:
-    """A line above the bar. Where the disk under a redirected output is full, later lines may find room again."""
+    """Prints a line above the bar. A full disk under redirected output is ignored: later lines may find room."""
     try:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()

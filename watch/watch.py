@@ -1,4 +1,4 @@
-"""What one sees of a run. A sink shows it; no sink can end a run or change it.
+"""Shows a run to people, by sinks. No sink can end a run or change it.
 
 A sink is an object with a `name` and the methods of Sink, each of which does nothing by default. log.csv is no sink: it
 is the truth about a run, and a run that cannot write it does not start.

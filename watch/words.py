@@ -27,7 +27,7 @@ def header(
     out: Path,
     first_step: int,
 ) -> str:
-    """A line for each note, then seven: which model is trained, where, in which precision, and on which text."""
+    """A line for each note, then seven lines: model, device, dtype, kernel, scaling, data, steps."""
     train_tokens, val_tokens = (len(batches.tokens[split]) for split in ("train", "val"))
     if settings.loss_scaling == "on":
         scaling = f"dynamic loss scale, doubles after {settings.growth_interval} good steps, halves after a bad one"
