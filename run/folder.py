@@ -147,7 +147,7 @@ def _new_folder(name: str) -> Path:
 
 
 def clear_leftovers(out: Path) -> None:
-    """Removes half-done work of killed processes, or brings back moved folders. The caller holds the lock of the run."""
+    """Removes half-done work of killed processes, or brings back moved folders. The caller holds the run's lock."""
     for path in _entries(out):
         if leftover := LEFTOVER.fullmatch(path.name):
             step, kind = leftover.groups()
