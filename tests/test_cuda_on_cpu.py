@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++ on 
 
 # ---- values
 
-# n, m, k: each of k 1 to 33; wide and ragged ones around the sizes of a warp, a block and a tile
+# n, m, k: every k from 1 to 33, and sizes a little below and above those of a warp, a block and a tile
 NARROW = [(2, 3, k) for k in range(1, 34)] + [(1, 31, 127), (3, 1, 769)]
 WIDE = [(1, 1, 8), (1, 65, 768), (1, 3, 776), (2, 31, 24), (3, 65, 40), (4, 1, 264), (5, 3, 16), (6, 7, 32), (7, 65, 8)]
 WIDE += [(8, 31, 136), (9, 65, 72), (17, 3, 768), (64, 66, 64), (129, 68, 200)]
@@ -44,7 +44,7 @@ WIDE += [(8, 31, 136), (9, 65, 72), (17, 3, 768), (64, 66, 64), (129, 68, 200)]
 @pytest.mark.parametrize("version", range(6))
 def test_small_integers_give_the_same_bits_in_every_version(version):
     for shape in WIDE + (NARROW if version < 2 else []):
-        if shape[0] * shape[1] < 1000 or version in (0, 5):  # larger ones add time, no case
+        if shape[0] * shape[1] < 1000 or version in (0, 5):  # the larger ones would add time but no new case
             check_integers(library(), shape, version)
 
 
@@ -68,7 +68,7 @@ def test_bf16_error_is_at_most_twice_that_of_torch(version):
         assert abs(loaded(y) - exact).max() <= 2 * theirs
 
 
-# m and k, multiprocessors, blocks of v3, blocks of v4: how many rows a warp takes, how many warps share a row
+# (m, k), multiprocessors, blocks of v3, blocks of v4
 SPLITS = [
     ((131, 64), 1, 5, 17),  # four rows for each warp
     ((9, 64), 132, 2, 2),
@@ -106,7 +106,7 @@ def test_the_launcher_takes_the_version_that_suits_the_shape():
 
 
 @pytest.mark.parametrize("which", ["x", "weight", "y"])
-def test_misaligned_views_take_the_scalar_path(which):
+def test_misaligned_arrays_take_v1_and_are_refused_by_the_versions_with_wide_loads(which):
     x, weight, bias = integers(1, 9, 64, "bf16", "fp32")
     exact = stored(product(x, weight, bias)[0].astype(np.float32), "bf16")
     for elements in (1, 2, 8):
@@ -121,7 +121,7 @@ def test_misaligned_views_take_the_scalar_path(which):
                     linear(**arrays, version=version)
 
 
-def test_what_a_version_cannot_take_is_an_error():
+def test_a_version_refuses_a_problem_that_it_cannot_take():
     x, weight, _ = normals(2, 3, 64, "fp32", "fp32")
     for version, message in ((2, "one vector"), (3, "one vector"), (5, "takes bf16"), (6, "versions 0 to 5")):
         with pytest.raises(RuntimeError, match=message):
@@ -138,7 +138,7 @@ def test_a_grid_beyond_what_cuda_launches_is_an_error():
 
 
 @pytest.mark.parametrize("version", [emulator.AUTO, *range(6)])
-def test_empty_problems(version):
+def test_an_empty_k_gives_the_bias_and_an_empty_y_launches_nothing(version):
     path, n = library(), 1 if version in (2, 3) else 3
     x, weight, bias = normals(n, 5, 0, "bf16", "fp32")
     np.testing.assert_array_equal(linear(x, weight, None, version), np.zeros((n, 5), np.uint16))
@@ -150,7 +150,7 @@ def test_empty_problems(version):
 
 
 @pytest.mark.parametrize("version", range(6))
-def test_nan_and_inf_pass_through(version):
+def test_nan_and_inf_reach_the_results_that_they_belong_to(version):
     n = 1 if version in (2, 3) else 9
     x, weight, bias = normals(n, 9, 72, "bf16", "fp32")
     x = abs(loaded(x))
@@ -200,18 +200,18 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing():
 
 
 @pytest.mark.parametrize("version", [2, 3, 4, 5])
-def test_from_v2_on_every_weight_moves_once_and_no_bank_is_asked_twice(version):
+def test_from_v2_on_every_weight_moves_once_without_bank_conflicts(version):
     check_traffic(library("counted"), version)
 
 
-def test_the_first_versions_move_what_their_comments_say():
+def test_v0_moves_8_or_16_times_the_bytes_of_the_weights_and_v1_moves_them_once():
     rows = {(row["version"], row["weights"]): row for row in traffic.measured(library("counted"), [0, 1])}
     assert rows[0, "fp32"]["weight_bytes"] == 8
     assert rows[0, "bf16"]["weight_bytes"] == 16
     assert rows[1, "fp32"]["weight_bytes"] == rows[1, "bf16"]["weight_bytes"] == 1
 
 
-def test_fp32_vectors_beside_packed_weights_take_two_requests_of_half_used_sectors():
+def test_fp32_vectors_beside_bf16_weights_take_two_requests_of_half_used_sectors():
     x, weight, _ = normals(1, 64, 1024, "fp32", "bf16")
     x, weight = emulator.aligned(x), emulator.aligned(weight)
     for version in (2, 3, 4):  # eight floats for each eight weights: the second 16 bytes come out of L1
@@ -221,7 +221,7 @@ def test_fp32_vectors_beside_packed_weights_take_two_requests_of_half_used_secto
         assert count.sectors[0] == 2 * count.perfect[0]
 
 
-def test_the_table_has_a_line_for_each_version_and_type():
+def test_the_table_of_traffic_has_a_line_for_each_version_and_type():
     rows = traffic.measured(library("counted"), [0, 5], m=64, k=128)
     lines = traffic.markdown(rows).splitlines()
     assert len(lines) == 2 + 4
