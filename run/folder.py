@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from amp.scaler import DynamicLossScaler
+from amp.scaler import LossScaler
 from base import files
 from base.errors import BadInput
 from run import checkpoint, resume
@@ -196,7 +196,7 @@ class Saver:
         """Whether a validation loss is the lowest yet. NaN never is."""
         return val is not None and val < self.best_val
 
-    def save(self, row: Row, state: Callable[[], dict], scaler: DynamicLossScaler, tell: Callable[[str], None]) -> None:
+    def save(self, row: Row, state: Callable[[], dict], scaler: LossScaler, tell: Callable[[str], None]) -> None:
         """Saves the step of `row`. A failure, like a full disk, is told and kept in `fault`: the run goes on.
 
         state: gives the arrays, as Backend.state. A model whose loss is not finite is not saved: it would push out a

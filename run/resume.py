@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from amp.scaler import DynamicLossScaler
+from amp.scaler import DynamicLossScaler, LossScaler
 from base.errors import BadInput
 from base.flags import name_of
 from data.corpus import Corpus
@@ -76,7 +76,7 @@ def build_scaler(settings: Settings, manifest: dict) -> DynamicLossScaler:
     return scaler
 
 
-def restore_scaler(scaler: DynamicLossScaler, settings: Settings, manifest: dict) -> None:
+def restore_scaler(scaler: LossScaler, settings: Settings, manifest: dict) -> None:
     """Gives the scaler the checkpoint's scale, counters and skips. The growth interval is the one asked for now."""
     if settings.loss_scaling == "on" and manifest["compute"]["loss_scaling"] == "on":
         interval = settings.growth_interval
@@ -85,7 +85,7 @@ def restore_scaler(scaler: DynamicLossScaler, settings: Settings, manifest: dict
     scaler.skipped_steps, scaler.consecutive_skips = manifest["skipped"], manifest["consecutive_skips"]
 
 
-def state_of(scaler: DynamicLossScaler, best_val: float) -> dict:
+def state_of(scaler: LossScaler, best_val: float) -> dict:
     """The part of a manifest that changes from step to step: rows, dropout and rate follow from the step."""
     return {
         "best_val": best_val if best_val < math.inf else None,
