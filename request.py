@@ -1,7 +1,7 @@
 """A request to train: command line, checkpoint and hardware, put together and checked.
 
-A value comes from the default in settings.py, then the preset, then the checkpoint that --resume names, then the
-command line. All faults are found and told together, before any data is loaded.
+A value comes from the default in settings.py, then from the preset of a new run or the checkpoint of a resumed one,
+then from the command line. All faults are found and told together, before any data is loaded.
 """
 
 import json
@@ -187,7 +187,7 @@ def adopt(dtype: str) -> tuple[str, str]:
     except (ValueError, TypeError, KeyError):
         fault = f"{path} names no precision"
     else:
-        return dtype, f" (adopted by measurement: {path.name})"
+        return dtype, f" (adopted by measurement: {path})"
     raise BadInput(f"--dtype adopted: {fault}: run benchmark.py precision first")
 
 
@@ -206,6 +206,7 @@ def _faults(s: Settings, flags: dict[str, Any], hardware: Hardware | None) -> li
         require(s.n_embd % s.n_head == 0, f"--n-embd {s.n_embd}: not divisible by --n-head {s.n_head}")
     if s.min_lr is not None and s.min_lr >= 0:
         require(s.min_lr <= s.lr, f"--min-lr {s.min_lr}: must be at most --lr {s.lr}")
+    require("recompute" not in flags or s.n_layer != 1, "--recompute: the only layer is always kept: use more layers")
     if s.tokenizer != "bpe":
         require("vocab_size" not in flags, f"--vocab-size: only --tokenizer bpe learns one, not {s.tokenizer}")
     if hardware:
@@ -252,8 +253,8 @@ def _folder_faults(s: Settings, flags: dict[str, Any], resume_from: Path | None)
     if s.verify_resume:
         for name in ("out", "resume", "overwrite"):
             if name in flags:
-                own = "cannot be combined with --verify-resume, which has a folder of its own"
-                faults.append(f"{name_of(name)}: {own}")
+                why = "cannot be combined with --verify-resume, which has a folder of its own"
+                faults.append(f"{name_of(name)}: {why}")
     if s.out == "":
         faults.append("--out: is empty: name a folder")
     resumed_run = resume_from.parent if resume_from else None

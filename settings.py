@@ -1,6 +1,7 @@
 """Every setting of train.py in one line: its flag, default, meaning, bounds, and what a resumed run does with it.
 
-A value comes from the default below, then the preset, then the checkpoint that --resume names, then the command line.
+A value comes from the default below, then from the preset of a new run or the checkpoint of a resumed one, then from the
+command line.
 request.py puts them together and checks what concerns more than one flag.
 
 on_resume says what happens to a flag when a run goes on from a checkpoint:
@@ -15,6 +16,7 @@ on_resume says what happens to a flag when a run goes on from a checkpoint:
 
 from dataclasses import dataclass, fields
 
+from base.dtypes import DTYPES
 from base.flags import flag, name_of
 
 MAX_SCALE = 2.0**24  # bf16 gradients do not overflow: without a bound their scale would grow for nothing
@@ -58,7 +60,7 @@ class Settings:
     preset: str = flag("auto", "sizes and recipe; auto: gpu on CUDA, else cpu, whose values this list shows", ("auto", *PRESETS), on_resume="refused")
     backend: str = flag("torch", "what computes the gradients", ("torch", "numpy", "engine"))
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps (mps is not tested); auto: CUDA where there is one", on_resume="again")
-    dtype: str = flag("auto", "compute precision; auto: bf16, or fp16 on CUDA cards without it; adopted: what benchmark.py precision chose", ("auto", "adopted", "fp32", "bf16", "fp16"))
+    dtype: str = flag("auto", "compute precision; auto: bf16, or fp16 on CUDA cards without it; adopted: what benchmark.py precision chose", ("auto", "adopted", *DTYPES))
     emulation: str = flag("auto", "compute 16-bit products by rounding and fp32; auto: where the hardware has no 16-bit units", ("auto", "on", "off"))
     kernel: str = flag("auto", "what computes mlp.c_proj in bf16; auto: own where it fits; require: stop where it cannot be built", ("auto", "own", "library", "off", "require"))
     loss_scaling: str = flag("auto", "dynamic loss scale; off: fixed at 1; auto: on below fp32", ("auto", "on", "off"))

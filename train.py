@@ -25,9 +25,7 @@ from run.log import Clock, Log, Row
 from run.stop import Stop, Stopped
 from run.verify import NotExact, verify_resume
 from settings import Settings
-from watch import words
-from watch.plot import Picture
-from watch.progress import Progress
+from watch import plot, progress, words
 from watch.watch import Watch
 
 EVALUATION_TOKENS = 8192  # at a time: enough to be quick, few enough for the logits of a large vocabulary
@@ -136,7 +134,7 @@ def begin(request: Request) -> Iterator[Run]:
     out, lock = open_folder(settings, hardware.dtype, resume_from, first_step)
     say(words.header(notes, settings, hardware, backend.kernel, config, batches, corpus.name, out, first_step))
     saver = Saver(out, asdict(config), tokenizer.describe(), about, best_val, settings.overwrite)
-    watch = Watch([Progress(first_step, settings.steps), Picture(out)])
+    watch = Watch([progress.Progress(first_step, settings.steps), plot.Picture(out)])
     with lock, watch, Stop() as stop, Log(out / "log.csv", first_step) as log:
         clock = Clock(log.seconds, first_step, settings.accumulation * settings.batch_size * settings.block_size)
         yield Run(
@@ -173,7 +171,8 @@ def end(run: Run, row: Row) -> None:
     if run.saver.fault:
         raise checkpoint.NotSaved(f"{run.saver.fault}; earlier checkpoints are as they were")
     if run.stop.signal:
-        raise Stopped(run.stop.signal, f"{run.saver.state_of(row)}; go on with: {words.go_on(settings, out, row.step)}")
+        there, go_on = run.saver.where_saved(row), words.go_on(settings, out, row.step)
+        raise Stopped(run.stop.signal, f"{there}; go on with: {go_on}")
     if row.val is None or not math.isfinite(row.val):
         raise Diverged(f"the validation loss is {row.val}: lower --lr; the log is {out / 'log.csv'}")
     say(words.end(settings, run.config, run.request.hardware, row, run.clock.mean_tokens_per_second(row.step), out))

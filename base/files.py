@@ -1,11 +1,14 @@
 """Files that are written whole or not at all, and read with one line for each fault."""
 
+import errno
 import hashlib
 import json
 import os
 from pathlib import Path
 
 from base.errors import BadInput
+
+CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # network file systems answer so to the flush of a folder
 
 
 def write(path: Path, content: bytes) -> None:
@@ -41,6 +44,9 @@ def flush_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_FLUSH:
+            raise
     finally:
         os.close(descriptor)
 

@@ -91,10 +91,14 @@ def load(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
     Hashes are checked where a manifest lies beside the files. BadInput where weights and config.json do not fit.
     """
     manifest = folder / "manifest.json"
-    hashes = files.read_json(manifest).get("sha256", {}) if manifest.is_file() else {}
+    hashes = files.read_json(manifest).get("sha256") if manifest.is_file() else None
 
     def read(name: str) -> bytes:
-        return files.read_checked(folder / name, hashes[name]) if hashes else files.read(folder / name)
+        if hashes is None:
+            return files.read(folder / name)
+        if not isinstance(hashes, dict) or not isinstance(hashes.get(name), str):
+            raise BadInput(f"{manifest}: damaged, it has no sha256 of {name}: use another checkpoint")
+        return files.read_checked(folder / name, hashes[name])
 
     sizes = read_config(files.parse_json(read("config.json"), folder / "config.json"), folder / "config.json")
     weights = read_weights(tensors(read("model.safetensors"), folder / "model.safetensors"))

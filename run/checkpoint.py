@@ -101,9 +101,11 @@ def _put_in_place(temporary: Path, final: Path, keep_replaced: bool) -> None:
 
 def undo(folder: Path) -> None:
     """Removes a step folder that write() has just made with keep_replaced, and brings back what it replaced."""
-    shutil.rmtree(folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    folder.rename(temporary)  # first, so that a kill leaves either step whole
     if _aside(folder).exists():
         _aside(folder).rename(folder)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _aside(folder: Path) -> Path:

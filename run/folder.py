@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -38,7 +39,7 @@ def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("late
     pointers: which checkpoint of a run to take. The first pointer that exists counts.
     """
     folder = _find_run(wanted, out)
-    for pointer in pointers:
+    for pointer in ("latest.json",) if _overwrote(folder) else pointers:
         if os.path.isfile(folder / pointer):
             return folder / f"step-{_pointed(folder / pointer)}"
     if not os.path.isfile(folder / "config.json"):
@@ -53,7 +54,8 @@ def find_intact(wanted: str, out: str | None = None) -> tuple[Path, list[str]]:
     """
     run_folder = _find_run(wanted, out)
     faults: list[str] = []
-    for step in reversed(_steps(run_folder)):
+    steps = [_pointed(run_folder / "latest.json")] if _overwrote(run_folder) else _steps(run_folder)
+    for step in reversed(steps):
         fault = checkpoint.damage(run_folder / f"step-{step}")
         if fault is None:
             return run_folder / f"step-{step}", faults
@@ -148,9 +150,13 @@ def _new_folder(name: str) -> Path:
 
 def clear_leftovers(out: Path) -> None:
     """Removes half-done work of killed processes, or brings back moved folders. The caller holds the run's lock."""
+    if _overwrote(out):  # killed when the new run had saved and the old one was being deleted
+        finish_overwrite(out)
     for path in _entries(out):
         if leftover := LEFTOVER.fullmatch(path.name):
             step, kind = leftover.groups()
+            if kind == "old" and (out / "log.csv.old").exists():  # --overwrite, and killed before it had saved
+                shutil.rmtree(out / f"step-{step}", ignore_errors=True)
             if kind == "old" and not (out / f"step-{step}").exists():
                 path.rename(out / f"step-{step}")  # killed between two renames
             else:
@@ -212,11 +218,16 @@ class Saver:
         except NotSaved as error:
             self.fault = str(error)
             tell(self.fault)
-        else:
-            self.best_val, self.saved_step = best_val, row.step
-            self.replace, self.fault = False, None
+            return
+        self.best_val, self.saved_step, self.fault = best_val, row.step, None
+        if self.replace:
+            self.replace = False
+            try:
+                finish_overwrite(self.out)
+            except OSError as error:
+                tell(f"{error.filename}: of the run before, cannot be deleted ({error.strerror})")
 
-    def state_of(self, row: Row) -> str:
+    def where_saved(self, row: Row) -> str:
         """Words that say whether the step of `row` is saved."""
         if self.saved_step == row.step:
             return f"{self.out / f'step-{row.step}'} is saved"
@@ -235,37 +246,48 @@ def save(
 ) -> Path:
     """Writes `out/step-N`, points latest.json (with `best` also best.json) at it, and deletes what is not kept.
 
-    replace: the folder holds another run, which is deleted last. NotSaved where the disk is full, say.
+    replace: the folder holds another run, which finish_overwrite() deletes last. NotSaved where the disk is full, say.
     """
     folder = checkpoint.write(out, step, arrays, config, tokenizer, manifest, keep_replaced=replace)
-    pointers = {out / "latest.json": files.to_json({"step": step})}
+    overwrote = {"overwrote": True} if replace else {}
+    pointers = {out / "latest.json": files.to_json({"step": step} | overwrote)}
     if best:
         pointers[out / "best.json"] = files.to_json({"step": step, "val": manifest["best_val"]})
     try:
         files.replace(pointers)
     except OSError as error:
-        if replace:
+        if not replace:
+            raise NotSaved(f"step {step} is saved, but nothing in {out} points at it: {error.strerror}") from error
+        with suppress(OSError):
             checkpoint.undo(folder)
-            raise NotSaved(f"step {step} is not saved: {error.strerror}: the run in {out} stays") from error
-        raise NotSaved(f"step {step} is saved, but nothing in {out} points at it: {error.strerror}") from error
-    if replace:
-        try:
-            _remove_other_run(out, step, best)
-        except OSError as error:
-            raise NotSaved(f"step {step} is saved, but the run in {out} is not deleted: {error.strerror}") from error
-    else:
+        raise NotSaved(f"step {step} is not saved: {error.strerror}: the run in {out} stays") from error
+    if not replace:
         _remove_old(out)
     return folder
 
 
-def _remove_other_run(out: Path, step: int, best: bool) -> None:
-    """Deletes what another run wrote in `out`, and nothing else. The new run's step, pointers and log.csv stay."""
+def finish_overwrite(out: Path) -> None:
+    """Deletes what an overwritten run left in `out`, and nothing else. The step that latest.json names stays.
+
+    From the moment that latest.json says "overwrote" the folder is the new run's, also where a kill comes before this.
+    """
+    step = _pointed(out / "latest.json")
+    if _pointed_or_none(out / "best.json") != step:
+        (out / "best.json").unlink(missing_ok=True)
     for path in _entries(out):
         if _is_ours(path) and path.name != f"step-{step}":
             shutil.rmtree(path)
-    others = ["loss.png", "log.csv.damaged", "log.csv.old"]
-    for name in others if best else [*others, "best.json"]:
+    for name in ("loss.png", "log.csv.damaged", "log.csv.old"):
         (out / name).unlink(missing_ok=True)
+    files.replace({out / "latest.json": files.to_json({"step": step})})
+
+
+def _overwrote(out: Path) -> bool:
+    """Whether a new run has taken the folder, and the old run's checkpoints are not deleted yet."""
+    try:
+        return files.read_json(out / "latest.json").get("overwrote") is True
+    except BadInput:
+        return False
 
 
 def _remove_old(out: Path) -> None:

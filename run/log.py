@@ -7,13 +7,13 @@ in the file. In a log that is older than a column of Row, the column is empty.
 import csv
 import io
 import math
-import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from base import files
 from base.errors import BadInput, say
 
 
@@ -51,13 +51,10 @@ class Log:
             kept = [line for line in lines if int(line["step"]) <= first_step]
         self.seconds = float(kept[-1].get("seconds") or 0) if kept else 0.0
         self.waiting = b""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # so that a crash here loses no row
         try:
-            temporary.write_bytes(_line(self.columns) + b"".join(map(self._cells, kept)))
-            temporary.replace(path)
+            files.replace({path: _line(self.columns) + b"".join(map(self._cells, kept))})  # a crash here loses no row
             self.file = open(path, "ab", buffering=0)  # noqa: SIM115, closed in __exit__
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise BadInput(f"{path}: cannot be written ({error.strerror})") from None
 
     def write(self, row: Row) -> None:
@@ -122,13 +119,13 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     with open(path, newline="", encoding="utf-8") as file:
         whole_lines = [line for line in file if line.endswith("\n")]
     reader = csv.DictReader(whole_lines)
-    return list(reader.fieldnames or []), list(reader)
+    return list(reader.fieldnames or []), [cells for cells in reader if None not in cells.values()]
 
 
 def _row(cells: dict[str, str]) -> Row:
-    """One row from its text. ValueError where a cell is not a number, or there are more or fewer cells than columns."""
-    if None in cells or None in cells.values():
-        raise ValueError("a row with more or fewer cells than there are columns")
+    """One row from its text. ValueError where a cell is not a number, or there are more cells than columns."""
+    if None in cells:
+        raise ValueError("a row with more cells than there are columns")
     values: dict[str, Any] = {column: _value(column, cells.get(column, "")) for column in Row._fields}
     row = Row(**values)
     if row.step is None:

@@ -248,3 +248,20 @@ def test_a_manifest_that_names_other_files_is_refused(tmp_path):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(BadInput, match="names other files"):
         checkpoint.load(folder)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_folder_that_cannot_be_flushed_is_no_fault_but_a_broken_disk_is(tmp_path, monkeypatch, number):
+    flush = os.fsync
+
+    def refuse(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if number == errno.EIO:
+        with pytest.raises(checkpoint.NotSaved, match="Input/output error"):
+            save_step(tmp_path, 1)
+    else:
+        assert checkpoint.damage(save_step(tmp_path, 1)) is None

@@ -1,33 +1,32 @@
 """The folder of a run: who may write in it, which checkpoint is used, which stay."""
 
-import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import train
-from base import files
 from base.errors import BadInput
 from run import checkpoint
-from run.checkpoint import NotSaved
-from run.folder import Lock, clear_leftovers, find, find_intact, holds_run, open_folder, save, set_aside_newer
+from run.folder import (
+    Lock,
+    clear_leftovers,
+    find,
+    find_intact,
+    open_folder,
+    set_aside_newer,
+)
 from run.log import read_log
 from tests.checkpoints import (
-    ABOUT,
-    CONFIG,
-    TOKENIZER,
     altered,
     arrays,
     assert_same,
     content,
-    fails_at_write,
     folders,
     pointed,
     save_step,
@@ -217,55 +216,6 @@ def test_a_pointer_to_a_step_that_is_gone_is_refused(tmp_path):
         checkpoint.load(find(str(tmp_path)))
 
 
-# ---- removing a run
-
-
-def test_a_checkpoint_is_recognised_and_a_log_or_a_killed_save_is_none(tmp_path):
-    (tmp_path / "log.csv").touch()
-    (tmp_path / ".step-2.4711.tmp").mkdir()
-    assert not holds_run(tmp_path)
-    save_step(tmp_path, 1)
-    (tmp_path / "latest.json").unlink()
-    assert holds_run(tmp_path)
-
-
-def replace(out: Path, step: int) -> Path:
-    return save(out, step, arrays(7), asdict(CONFIG), TOKENIZER, ABOUT, replace=True)
-
-
-def test_replacing_a_run_removes_all_of_it_but_the_new_log(tmp_path):
-    save_step(tmp_path, 30, best=True)
-    for name in ("log.csv", "loss.png", "log.csv.old"):
-        (tmp_path / name).touch()
-    for name in (".step-2.4711.tmp", "step-40.damaged"):
-        shutil.copytree(tmp_path / "step-30", tmp_path / name)
-    replace(tmp_path, 20)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-20", "latest.json", "log.csv"}
-    assert pointed(tmp_path, "latest.json") == 20
-
-
-@pytest.mark.parametrize("call", range(5))
-def test_a_run_is_not_replaced_before_the_new_checkpoint_is_whole(tmp_path, monkeypatch, call):
-    save_step(tmp_path, 30, best=True)
-    before = content(tmp_path)
-    fails_at_write(monkeypatch, call)
-    with pytest.raises(checkpoint.NotSaved):
-        replace(tmp_path, 20)
-    assert content(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    "name", ["notes.txt", "step-1.txt", "mine/log.csv", "step-by-step/notes.txt", "step-7/mine.txt"]
-)
-def test_replacing_a_run_leaves_foreign_files(tmp_path, name):
-    save_step(tmp_path, 1)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("mine")
-    replace(tmp_path, 2)
-    assert (tmp_path / name).read_text() == "mine"
-    assert not (tmp_path / "step-1").exists()
-
-
 # ---- going on
 
 
@@ -343,40 +293,3 @@ def test_the_log_of_a_run_that_was_not_replaced_after_all_comes_back(tmp_path):
     (tmp_path / "log.csv").write_text("new")
     clear_leftovers(tmp_path)
     assert content(tmp_path) == {"log.csv": b"old"}
-
-
-# ---- a pointer that cannot be written
-
-
-def fails_for_pointers(monkeypatch) -> None:
-    write = files.write
-
-    def full(path: Path, content: bytes):
-        if path.name.startswith((".latest", ".best")):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, content)
-
-    monkeypatch.setattr(files, "write", full)
-
-
-def test_a_step_without_its_pointer_is_told_and_goes_on(tmp_path, monkeypatch):
-    save_step(tmp_path, 1, best=True)
-    with monkeypatch.context() as full_disk:
-        fails_for_pointers(full_disk)
-        with pytest.raises(NotSaved, match=f"step 2 is saved, but nothing in {tmp_path} points at it: No space"):
-            save_step(tmp_path, 2, best=True)
-    assert pointed(tmp_path, "latest.json") == pointed(tmp_path, "best.json") == 1
-    assert find_intact(str(tmp_path)) == (tmp_path / "step-2", [])
-
-
-@pytest.mark.parametrize("step", [20, 30])
-def test_a_run_is_deleted_last(tmp_path, monkeypatch, step):
-    """The disk is full when the pointers of the new run are written: the old run stays as it was."""
-    save_step(tmp_path, 30, best=True)
-    before = content(tmp_path)
-    fails_for_pointers(monkeypatch)
-    why = f"step {step} is not saved: No space left on device: the run in {tmp_path} stays"
-    with pytest.raises(NotSaved, match=why):
-        replace(tmp_path, step)
-    assert content(tmp_path) == before
-    assert folders(tmp_path) == {"step-30"}

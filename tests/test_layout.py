@@ -40,7 +40,9 @@ def imports(path: Path) -> list[tuple[str, int]]:
     """(module, line) of every import in a file, also of those within functions."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     plain = [(alias.name, node.lineno) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    named = [(node.module or "", node.lineno) for node in nodes if isinstance(node, ast.ImportFrom)]
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert all(node.level == 0 for node in froms), f"{path}: a relative import"
+    named = [(node.module or "", node.lineno) for node in froms]
     return plain + named
 
 

@@ -69,7 +69,12 @@ def test_a_sink_that_fails_is_named_once_and_left_out_and_others_see_everything(
     assert first.calls == last.calls == ALL
     names = [call if isinstance(call, str) else call[0] for call in ALL]
     assert bad.calls == ALL[: names.index(method)]
-    assert capsys.readouterr().err == "note    no failing: no room\n"
+    assert capsys.readouterr().err.startswith("note    no failing: no room\n")
+
+
+def test_events_reach_standard_error_when_the_sink_that_would_show_them_is_gone(capsys):
+    a_short_run(Watch([failing("begin")]))
+    assert capsys.readouterr().err == "note    no failing: no room\nnote    a line\n"
 
 
 def test_a_sink_ends_also_where_the_run_ends_by_an_exception():

@@ -36,7 +36,7 @@ def plot(rows: list[Row], path: Path, title: str = "") -> None:
     lr.plot(steps, [row.lr for row in rows], color="tab:green")
     lr.set_ylabel("learning rate")
     scale.step(steps, [row.scale for row in rows], where="post", color="tab:purple")
-    _draw_skips(scale, [after for before, after in pairwise(rows) if after.skipped > before.skipped])
+    _draw_skips(scale, [after for before, after in pairwise(rows) if (after.skipped or 0) > (before.skipped or 0)])
     scale.set(ylabel="loss scale", xlabel="step")
     scale.set_yscale("log", base=2)
     for axes in (loss, lr, scale):
@@ -51,7 +51,7 @@ def _draw_validation(axes, rows: list[Row]) -> None:
     points = [(row.step, row.val) for row in rows if row.val is not None]
     steps, losses = zip(*points, strict=True)
     style = dict(color="tab:orange", marker="o", capsize=3, label="validation ± standard error")
-    axes.errorbar(steps, losses, yerr=[row.val_error for row in rows], **style)
+    axes.errorbar(steps, losses, yerr=[math.nan if row.val_error is None else row.val_error for row in rows], **style)
     step, best = min(points, key=lambda point: math.inf if math.isnan(point[1]) else point[1])
     axes.annotate(f"{best:.3f}", (step, best), textcoords="offset points", xytext=(0, 8), ha="center")
 

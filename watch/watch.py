@@ -36,6 +36,7 @@ class Watch:
 
     def __init__(self, sinks: list[Sink]):
         self.sinks = list(sinks)
+        self.dropped = False  # whether a sink was left out
 
     def step(self) -> None:
         self._tell("step")
@@ -45,6 +46,8 @@ class Watch:
 
     def event(self, text: str) -> None:
         self._tell("event", text)
+        if self.dropped:  # perhaps the one that would have shown it
+            _note(text)
 
     def __enter__(self):
         self._tell("begin")
@@ -59,5 +62,10 @@ class Watch:
                 getattr(sink, method)(*arguments)
             except Exception as error:
                 self.sinks.remove(sink)
-                with suppress(OSError):
-                    print(f"note    no {sink.name}: {error}", file=sys.stderr, flush=True)
+                self.dropped = True
+                _note(f"no {sink.name}: {error}")
+
+
+def _note(text: str) -> None:
+    with suppress(OSError, ValueError):  # standard error may be full, or closed
+        print(f"note    {text}", file=sys.stderr, flush=True)
