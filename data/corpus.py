@@ -8,6 +8,7 @@ import hashlib
 import os
 import sysconfig
 import tempfile
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,7 +136,9 @@ def _download(folder: Path) -> bytes:
 
     pooch writes a temporary file and renames it where the hash is right: nobody sees half a file under its name.
     """
-    import pooch  # both on demand: they take half a second to import, and a download happens once
+    with warnings.catch_warnings():  # of its progress bar, where a notebook lacks widgets
+        warnings.simplefilter("ignore")
+        import pooch
     import requests
 
     def fetch(url: str, file: str, _: pooch.Pooch) -> None:

@@ -236,7 +236,8 @@ def test_a_flag_that_an_older_checkpoint_lacks_has_its_default_and_is_named(old_
     resumed_run = resumed(old_run)
     assert (resumed_run.settings.clip, resumed_run.asked["save_every"]) == (Settings.clip, None)
     (note,) = resumed_run.notes
-    assert note.endswith("older than these flags, so their defaults count: --clip 1.0, --save-every None")
+    assert "older than these flags, so their defaults count: " in note
+    assert {"--clip 1.0", "--save-every None"} <= set(note.split(": ")[-1].split(", "))
 
 
 def test_a_flag_that_came_later_has_its_default_and_not_that_of_the_preset(old_run):
