@@ -39,9 +39,12 @@ def find(wanted: str, out: str | None = None, pointers: tuple[str, ...] = ("late
     pointers: which checkpoint of a run to take. The first pointer that exists counts.
     """
     folder = _find_run(wanted, out)
-    for pointer in ("latest.json",) if _overwrote(folder) else pointers:
+    old = _overwritten(folder) or []
+    for pointer in pointers:
         if os.path.isfile(folder / pointer):
-            return folder / f"step-{_pointed(folder / pointer)}"
+            step_folder = folder / f"step-{_pointed(folder / pointer)}"
+            if step_folder.name not in old:
+                return step_folder
     if not os.path.isfile(folder / "config.json"):
         raise BadInput(f"{folder}: no checkpoint there: neither {pointers[-1]} of a run nor config.json of a model")
     return Path(os.path.realpath(folder))  # "." or a link may name a step folder, and its parent must be the run
@@ -54,8 +57,7 @@ def find_intact(wanted: str, out: str | None = None) -> tuple[Path, list[str]]:
     """
     run_folder = _find_run(wanted, out)
     faults: list[str] = []
-    steps = [_pointed(run_folder / "latest.json")] if _overwrote(run_folder) else _steps(run_folder)
-    for step in reversed(steps):
+    for step in reversed(_steps(run_folder)):
         fault = checkpoint.damage(run_folder / f"step-{step}")
         if fault is None:
             return run_folder / f"step-{step}", faults
@@ -150,20 +152,25 @@ def _new_folder(name: str) -> Path:
 
 def clear_leftovers(out: Path) -> None:
     """Removes half-done work of killed processes, or brings back moved folders. The caller holds the run's lock."""
-    if _overwrote(out):  # killed when the new run had saved and the old one was being deleted
+    with suppress(OSError):  # killed when the new run had saved and the old one was being deleted
         finish_overwrite(out)
+    goes_back = _overwritten(out) is None  # else the old run is over, also where some of it cannot be deleted
     for path in _entries(out):
         if leftover := LEFTOVER.fullmatch(path.name):
             step, kind = leftover.groups()
-            if kind == "old" and (out / "log.csv.old").exists():  # --overwrite, and killed before it had saved
+            if (
+                kind == "old" and goes_back and (out / "log.csv.old").exists()
+            ):  # --overwrite, and killed before it had saved
                 shutil.rmtree(out / f"step-{step}", ignore_errors=True)
-            if kind == "old" and not (out / f"step-{step}").exists():
+            if kind == "old" and goes_back and not (out / f"step-{step}").exists():
                 path.rename(out / f"step-{step}")  # killed between two renames
             else:
                 shutil.rmtree(path)
         elif re.fullmatch(r"\.(latest\.json|best\.json|log\.csv)\.\d+\.tmp", path.name, re.ASCII):
             path.unlink()
-    if (out / "log.csv.old").exists():  # --overwrite, and killed before its first checkpoint: the old run is still here
+    if (
+        goes_back and (out / "log.csv.old").exists()
+    ):  # --overwrite, and killed before its first checkpoint: the old run is still here
         (out / "log.csv.old").replace(out / "log.csv")
 
 
@@ -220,12 +227,11 @@ class Saver:
             tell(self.fault)
             return
         self.best_val, self.saved_step, self.fault = best_val, row.step, None
-        if self.replace:
-            self.replace = False
-            try:
-                finish_overwrite(self.out)
-            except OSError as error:
-                tell(f"{error.filename}: of the run before, cannot be deleted ({error.strerror})")
+        self.replace = False
+        try:
+            finish_overwrite(self.out)
+        except OSError as error:  # tried again with the next save, and when the run goes on
+            tell(f"{error.filename}: of the run before, cannot be deleted ({error.strerror})")
 
     def where_saved(self, row: Row) -> str:
         """Words that say whether the step of `row` is saved."""
@@ -248,8 +254,9 @@ def save(
 
     replace: the folder holds another run, which finish_overwrite() deletes last. NotSaved where the disk is full, say.
     """
+    old = [path.name for path in _entries(out) if _is_ours(path)] if replace else _overwritten(out)
     folder = checkpoint.write(out, step, arrays, config, tokenizer, manifest, keep_replaced=replace)
-    overwrote = {"overwrote": True} if replace else {}
+    overwrote = {} if old is None else {"overwrote": [name for name in old if name != folder.name]}
     pointers = {out / "latest.json": files.to_json({"step": step} | overwrote)}
     if best:
         pointers[out / "best.json"] = files.to_json({"step": step, "val": manifest["best_val"]})
@@ -267,27 +274,39 @@ def save(
 
 
 def finish_overwrite(out: Path) -> None:
-    """Deletes what an overwritten run left in `out`, and nothing else. The step that latest.json names stays.
+    """Deletes what an overwritten run left in `out`, and nothing else. Does nothing where there is no such run.
 
-    From the moment that latest.json says "overwrote" the folder is the new run's, also where a kill comes before this.
+    OSError, after all that can be deleted is deleted, where something cannot: latest.json then goes on naming it, and no
+    reader takes it for the new run's.
     """
-    step = _pointed(out / "latest.json")
-    if _pointed_or_none(out / "best.json") != step:
-        (out / "best.json").unlink(missing_ok=True)
-    for path in _entries(out):
-        if _is_ours(path) and path.name != f"step-{step}":
-            shutil.rmtree(path)
-    for name in ("loss.png", "log.csv.damaged", "log.csv.old"):
-        (out / name).unlink(missing_ok=True)
-    files.replace({out / "latest.json": files.to_json({"step": step})})
+    old = _overwritten(out)
+    if old is None:
+        return
+    if f"step-{_pointed_or_none(out / 'best.json')}" in old:
+        (out / "best.json").unlink()
+    folders = [path for path in _entries(out) if path.name in old or LEFTOVER.fullmatch(path.name)]
+    files_of_old = [out / name for name in ("loss.png", "log.csv.damaged", "log.csv.old") if (out / name).is_file()]
+    errors = []
+    for path in [*folders, *files_of_old]:
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    files.replace({out / "latest.json": files.to_json({"step": _pointed(out / "latest.json")})})
 
 
-def _overwrote(out: Path) -> bool:
-    """Whether a new run has taken the folder, and the old run's checkpoints are not deleted yet."""
+def _overwritten(out: Path) -> list[str] | None:
+    """Folders of an older run, which the run here has replaced and not deleted yet. None: there was no such run.
+
+    latest.json names them from the moment that the new run has saved, so the folder is one run also after a kill.
+    """
     try:
-        return files.read_json(out / "latest.json").get("overwrote") is True
+        names = files.read_json(out / "latest.json").get("overwrote")
     except BadInput:
-        return False
+        return None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else None
 
 
 def _remove_old(out: Path) -> None:
@@ -308,8 +327,9 @@ def _entries(out: Path) -> list[Path]:
 
 
 def _steps(out: Path) -> list[int]:
-    """The steps of which there is a folder of ours, whole or damaged, in order."""
-    matches = [STEP_FOLDER.fullmatch(path.name) for path in _entries(out) if _is_ours(path)]
+    """The steps of the run of which there is a folder, whole or damaged, in order."""
+    old = _overwritten(out) or []
+    matches = [STEP_FOLDER.fullmatch(path.name) for path in _entries(out) if _is_ours(path) and path.name not in old]
     return sorted(int(match[1]) for match in matches if match)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import train
 from base import files
 from run import checkpoint
 from run.checkpoint import NotSaved
@@ -19,6 +20,7 @@ from run.folder import (
     holds_run,
     save,
 )
+from run.log import read_log
 from tests.checkpoints import (
     ABOUT,
     CONFIG,
@@ -31,6 +33,7 @@ from tests.checkpoints import (
     pointed,
     save_step,
 )
+from tests.conftest import numbers
 
 # ---- removing a run
 
@@ -170,8 +173,52 @@ def test_an_old_run_that_cannot_be_deleted_costs_a_note(train_run, monkeypatch, 
     def refuse(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / "step-6"))
 
-    monkeypatch.setattr("run.folder.finish_overwrite", refuse)
+    monkeypatch.setattr("run.folder.finish_overwrite", refuse)  # at each save
     train_run("run", "--steps 3 --overwrite --eval-every 1")
     assert "step-6: of the run before, cannot be deleted (Permission denied)" in capsys.readouterr().out
     assert find(str(out)).name == "step-3"
     assert checkpoint.damage(out / "step-3") is None
+
+
+def test_the_new_run_goes_on_after_a_kill_in_the_deletion(train_run, monkeypatch):
+    """All of train.py --resume, which also looks for newer checkpoints before it opens the folder."""
+    out, _ = train_run("run", "--steps 6 --save-every 3")
+    with monkeypatch.context() as patched:
+        patched.setattr("run.folder.finish_overwrite", lambda out: None)
+        _, rows = train_run("run", "--steps 2 --overwrite --seed 5")
+    assert {"step-2", "step-6"} <= folders(out)
+    assert train.main(["--resume", str(out), "--steps", "4", "--device", "cpu"]) == 0
+    assert folders(out) == {"step-2", "step-4"}
+    assert numbers(read_log(out / "log.csv"))[:2] == numbers(rows)
+    assert checkpoint.read_manifest(out / "step-4")["settings"]["seed"] == 5
+
+
+def test_an_old_step_that_cannot_be_deleted_is_never_taken_for_the_new_run_s(train_run, monkeypatch, capsys):
+    out, _ = train_run("run", "--steps 6 --save-every 3")
+    rmtree = shutil.rmtree
+
+    def refuse(path, *arguments, **options):
+        if Path(path).name == "step-6":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        rmtree(path, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        _, rows = train_run("run", "--steps 4 --overwrite --seed 5 --save-every 2")
+        assert "step-6: of the run before, cannot be deleted" in capsys.readouterr().out
+        assert folders(out) == {"step-2", "step-4", "step-6"}
+        assert find_intact(str(out)) == (out / "step-4", [])
+        assert train.main(["--resume", str(out), "--steps", "5", "--device", "cpu"]) == 0
+    assert numbers(read_log(out / "log.csv"))[:4] == numbers(rows)
+    assert train.main(["--resume", str(out), "--steps", "7", "--device", "cpu"]) == 0
+    assert "step-6" not in folders(out)
+    assert find(str(out)).name == "step-7"
+
+
+def test_a_folder_named_like_the_picture_does_not_stop_a_run(train_run):
+    out, _ = train_run("run", "--steps 3")
+    (out / "loss.png").unlink()
+    (out / "loss.png").mkdir()
+    train_run("run", "--steps 2 --overwrite")
+    assert train.main(["--resume", str(out), "--steps", "4", "--device", "cpu"]) == 0
+    assert [row.step for row in read_log(out / "log.csv")] == [1, 2, 3, 4]
