@@ -154,23 +154,20 @@ def clear_leftovers(out: Path) -> None:
     """Removes half-done work of killed processes, or brings back moved folders. The caller holds the run's lock."""
     with suppress(OSError):  # killed when the new run had saved and the old one was being deleted
         finish_overwrite(out)
-    goes_back = _overwritten(out) is None  # else the old run is over, also where some of it cannot be deleted
+    old_run_is_over = _overwritten(out) is not None  # also where some of it cannot be deleted
+    old_run_stays = (out / "log.csv.old").exists() and not old_run_is_over  # --overwrite, killed before it saved
     for path in _entries(out):
         if leftover := LEFTOVER.fullmatch(path.name):
             step, kind = leftover.groups()
-            if (
-                kind == "old" and goes_back and (out / "log.csv.old").exists()
-            ):  # --overwrite, and killed before it had saved
+            if kind == "old" and old_run_stays:
                 shutil.rmtree(out / f"step-{step}", ignore_errors=True)
-            if kind == "old" and goes_back and not (out / f"step-{step}").exists():
+            if kind == "old" and not old_run_is_over and not (out / f"step-{step}").exists():
                 path.rename(out / f"step-{step}")  # killed between two renames
             else:
                 shutil.rmtree(path)
         elif re.fullmatch(r"\.(latest\.json|best\.json|log\.csv)\.\d+\.tmp", path.name, re.ASCII):
             path.unlink()
-    if (
-        goes_back and (out / "log.csv.old").exists()
-    ):  # --overwrite, and killed before its first checkpoint: the old run is still here
+    if old_run_stays:
         (out / "log.csv.old").replace(out / "log.csv")
 
 
@@ -276,8 +273,8 @@ def save(
 def finish_overwrite(out: Path) -> None:
     """Deletes what an overwritten run left in `out`, and nothing else. Does nothing where there is no such run.
 
-    OSError, after all that can be deleted is deleted, where something cannot: latest.json then goes on naming it, and no
-    reader takes it for the new run's.
+    OSError where something cannot be deleted, after everything else is. latest.json then goes on naming it, and no reader
+    takes it for the new run's.
     """
     old = _overwritten(out)
     if old is None:
