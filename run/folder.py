@@ -274,8 +274,7 @@ def finish_overwrite(out: Path) -> None:
     """Deletes what an overwritten run left in `out`, and nothing else. Does nothing where there is no such run.
 
     OSError where something cannot be deleted, after everything else is. latest.json then goes on naming it, and no
-    reader
-    takes it for the new run's.
+    reader takes it for the new run's.
     """
     old = _overwritten(out)
     if old is None:
