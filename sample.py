@@ -89,8 +89,6 @@ def load(s: SampleSettings) -> tuple[Sampler, tokenizers.Tokenizer, GPTConfig]:
     hardware = backend.hardware(s.device, s.dtype, "auto")
     try:
         sampler = backend.sampler(hardware, config, weights, s.weights or "bf16")
-    except BadInput:
-        raise
     except ValueError as error:
         raise BadInput(f"{folder}: {error}") from None
     if s.weights and sampler.kernel.code.startswith("library"):

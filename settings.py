@@ -1,8 +1,7 @@
 """Every setting of train.py in one line: its flag, default, meaning, bounds, and what a resumed run does with it.
 
 A value comes from the default below, then from the preset of a new run or the checkpoint of a resumed one, then from the
-command line.
-request.py puts them together and checks what concerns more than one flag.
+command line. request.py puts them together and checks what concerns more than one flag.
 
 on_resume says what happens to a flag when a run goes on from a checkpoint:
     "changes"   saved; another value may be given, and the run then goes on differently from the saved one

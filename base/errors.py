@@ -26,7 +26,7 @@ def say(text: str) -> None:
 class Ended(Exception):
     """A script ends by itself before its work is done. The message is its last line, `status` its exit status."""
 
-    status = 1
+    status: int
 
 
 def run_script(

@@ -8,12 +8,15 @@ class Settings:
 import argparse
 import difflib
 import math
+import operator
 import re
 import sys
 from dataclasses import Field, field, fields
 from typing import Any
 
 from base.errors import BadInput
+
+HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
 def flag(
@@ -82,13 +85,7 @@ def out_of_bounds(settings: Any) -> list[str]:
 
 
 def _is_within(value: float, bounds: dict[str, float]) -> bool:
-    holds = {
-        "at least": lambda bound: value >= bound,
-        "above": lambda bound: value > bound,
-        "at most": lambda bound: value <= bound,
-        "below": lambda bound: value < bound,
-    }
-    return -math.inf < value < math.inf and all(holds[words](bound) for words, bound in bounds.items())
+    return -math.inf < value < math.inf and all(HOLDS[words](value, bound) for words, bound in bounds.items())
 
 
 def name_of(f: Field | str) -> str:

@@ -11,14 +11,14 @@ from engine.autocast import Weight, autocast
 from engine.graph import no_grad
 from engine.ops import drawing, linear, sum_losses
 from model import numpy_threads
-from model.backends import Backend, Hardware, Kernel, Logits, Sampler, trained
+from model.backends import Backend, Hardware, Logits, Sampler, trained
 from model.config import TIED, GPTConfig, checked_weights, has_shadow, optimizer_groups
 from model.engine_gpt import forward, hidden
 from model.numpy_threads import map_shards, shards
 from optim.adamw import AdamW, clip_grad_norm_, state
+from settings import Settings
 
 REFUSED = numpy_threads.REFUSED
-KERNEL = Kernel("numpy/numpy/numpy", "NumPy's products")
 
 
 def hardware(device: str, dtype: str, emulation: str) -> Hardware:
@@ -26,7 +26,7 @@ def hardware(device: str, dtype: str, emulation: str) -> Hardware:
     return numpy_threads.hardware("engine", device, dtype)
 
 
-def build(settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray]) -> Backend:
+def build(settings: Settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray]) -> Backend:
     """The backend that trains, from copies of `weights`. ValueError names a tensor that does not fit."""
     numpy_threads.prepare()
     masters = _masters(config, weights, hardware.dtype)
@@ -63,7 +63,7 @@ def build(settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np
         decoder=lambda held: _logits(masters, evaluated, hardware.dtype),
         state=partial(state, masters, optimizer),
         load_optimizer=optimizer.load_state_dict,
-        kernel=KERNEL,
+        kernel=numpy_threads.KERNEL,
     )
 
 
@@ -71,7 +71,7 @@ def sampler(hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray
     """The model to draw text from. `held` has no meaning here: it is for the torch backend's kernel."""
     numpy_threads.prepare()
     masters = _masters(config, weights, hardware.dtype)
-    return Sampler(_logits(masters, replace(config, dropout=0.0), hardware.dtype), KERNEL)
+    return Sampler(_logits(masters, replace(config, dropout=0.0), hardware.dtype), numpy_threads.KERNEL)
 
 
 def _masters(config: GPTConfig, weights: dict[str, np.ndarray], low: Dtype) -> dict[str, Weight]:

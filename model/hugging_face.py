@@ -91,10 +91,11 @@ def load(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
     Hashes are checked where a manifest lies beside the files. BadInput where weights and config.json do not fit.
     """
     manifest = folder / "manifest.json"
-    hashes = files.read_json(manifest).get("sha256") if manifest.is_file() else None
+    has_manifest = manifest.is_file()
+    hashes = files.read_json(manifest).get("sha256") if has_manifest else None
 
     def read(name: str) -> bytes:
-        if hashes is None:
+        if not has_manifest:
             return files.read(folder / name)
         if not isinstance(hashes, dict) or not isinstance(hashes.get(name), str):
             raise BadInput(f"{manifest}: damaged, it has no sha256 of {name}: use another checkpoint")

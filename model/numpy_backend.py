@@ -9,15 +9,15 @@ from amp import policy
 from amp.formats import narrow, widen
 from base.dtypes import Dtype
 from model import numpy_threads
-from model.backends import Backend, Hardware, Kernel, Logits, Sampler, trained
+from model.backends import Backend, Hardware, Logits, Sampler, trained
 from model.config import HEAD, TIED, GPTConfig, checked_weights, has_shadow, is_operand, optimizer_groups
 from model.numpy_gpt import backward, forward, hidden
 from model.numpy_layers import linear, round_if_low
 from model.numpy_threads import map_shards, shards
 from optim.adamw import AdamW, Parameter, clip_grad_norm_, state
+from settings import Settings
 
 REFUSED = numpy_threads.REFUSED | {"recompute": "keeps all that backward needs: use --backend engine or torch"}
-KERNEL = Kernel("numpy/numpy/numpy", "NumPy's products")
 
 
 def hardware(device: str, dtype: str, emulation: str) -> Hardware:
@@ -64,7 +64,7 @@ def _no_backward(d):
     raise RuntimeError("this loss has no backward: it is detached, or backward has run and its activations are freed")
 
 
-def build(settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray]) -> Backend:
+def build(settings: Settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray]) -> Backend:
     """The backend that trains, from copies of `weights`. ValueError names a tensor that does not fit."""
     numpy_threads.prepare()
     masters = {
@@ -115,7 +115,7 @@ def build(settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np
         decoder=lambda held: _logits(_operands(masters, hardware.dtype), config, hardware.dtype),
         state=partial(state, masters, optimizer),
         load_optimizer=optimizer.load_state_dict,
-        kernel=KERNEL,
+        kernel=numpy_threads.KERNEL,
     )
 
 
@@ -124,7 +124,7 @@ def sampler(hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray
     numpy_threads.prepare()
     copies = {n: np.array(w, np.float32, order="C") for n, w in checked_weights(config, weights).items()}
     masters = {name: Parameter(weight) for name, weight in copies.items()}
-    return Sampler(_logits(_operands(masters, hardware.dtype), config, hardware.dtype), KERNEL)
+    return Sampler(_logits(_operands(masters, hardware.dtype), config, hardware.dtype), numpy_threads.KERNEL)
 
 
 def _operands(masters: dict[str, Parameter], low: str) -> dict[str, np.ndarray]:

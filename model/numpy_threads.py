@@ -18,9 +18,10 @@ from threadpoolctl import ThreadpoolController
 
 from base.dtypes import Dtype
 from base.errors import BadInput
-from model.backends import Hardware, cpu_name
+from model.backends import Hardware, Kernel, cpu_name
 
 SHARDS = 2
+KERNEL = Kernel("numpy/numpy/numpy", "NumPy's products")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 # Flags of train.py and sample.py that a backend on NumPy cannot honour, and why.

@@ -23,6 +23,7 @@ from model.bf16_linear import BF16Linear, choose_op
 from model.config import GPTConfig, optimizer_groups
 from model.decode import decoder
 from model.minigpt import MiniGPT
+from settings import Settings
 
 
 def hardware(device: str, dtype: str, emulation: str) -> Hardware:
@@ -60,7 +61,7 @@ def _device_name(device: torch.device) -> str:
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
-def build(settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray]) -> Backend:
+def build(settings: Settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np.ndarray]) -> Backend:
     """The backend that trains, from copies of `weights`. ValueError names a tensor that does not fit."""
     device = torch.device(hardware.device)
     if settings.deterministic:
@@ -85,8 +86,9 @@ def build(settings, hardware: Hardware, config: GPTConfig, weights: dict[str, np
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
         return forward(*tensors(x, y)).mean()
 
+    parameters = trained(optimizer)
+
     def clip_grad_norm_(max_norm):
-        parameters = trained(optimizer)
         if max_norm == math.inf:  # only measured: with a norm beyond fp32's range, inf / inf would make gradients NaN
             return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)

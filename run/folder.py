@@ -2,6 +2,7 @@
 
     step-N/                   checkpoints (checkpoint.py)
     latest.json, best.json    {"step": N, ...}: pointers for those who read a run. Each is replaced atomically.
+                              latest.json also names, under "overwrote", folders of an older run still to be deleted
     log.csv, loss.png         what happened (log.py, watch/plot.py)
     .lock                     held by the process that trains here
 
@@ -279,12 +280,12 @@ def finish_overwrite(out: Path) -> None:
     old = _overwritten(out)
     if old is None:
         return
-    if f"step-{_pointed_or_none(out / 'best.json')}" in old:
-        (out / "best.json").unlink()
     folders = [path for path in _entries(out) if path.name in old or LEFTOVER.fullmatch(path.name)]
-    files_of_old = [out / name for name in ("loss.png", "log.csv.damaged", "log.csv.old") if (out / name).is_file()]
+    names = ["loss.png", "log.csv.damaged", "log.csv.old"]
+    if f"step-{_pointed_or_none(out / 'best.json')}" in old:
+        names.append("best.json")
     errors = []
-    for path in [*folders, *files_of_old]:
+    for path in [*folders, *(out / name for name in names if (out / name).is_file())]:
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         except OSError as error:
@@ -303,7 +304,7 @@ def _overwritten(out: Path) -> list[str] | None:
         names = files.read_json(out / "latest.json").get("overwrote")
     except BadInput:
         return None
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else None
+    return [name for name in names if _is_step_name(str(name))] if isinstance(names, list) else None
 
 
 def _remove_old(out: Path) -> None:
@@ -334,9 +335,12 @@ def _is_ours(path: Path) -> bool:
     """Whether this is a step folder, also one set aside for its damage, or one that a killed process left behind."""
     if LEFTOVER.fullmatch(path.name):
         return True
-    name = path.name.removesuffix(".damaged")
     has_our_files = any((path / file).is_file() for file in ("manifest.json", "optimizer.safetensors"))
-    return bool(STEP_FOLDER.fullmatch(name)) and has_our_files
+    return _is_step_name(path.name) and has_our_files
+
+
+def _is_step_name(name: str) -> bool:
+    return bool(STEP_FOLDER.fullmatch(name.removesuffix(".damaged")) or LEFTOVER.fullmatch(name))
 
 
 def _pointed(pointer: Path) -> int:

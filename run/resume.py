@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from amp.scaler import DynamicLossScaler, LossScaler
+from amp.scaler import LossScaler
 from base.errors import BadInput
 from base.flags import name_of
 from data.corpus import Corpus
@@ -59,13 +59,13 @@ def _moved(hardware: Hardware, kernel: Kernel, versions: dict, manifest: dict) -
     return [f"{now[key]} (was {then[key]})" for key in both if then[key] != now[key]]
 
 
-def build_scaler(settings: Settings, manifest: dict) -> DynamicLossScaler:
+def build_scaler(settings: Settings, manifest: dict) -> LossScaler:
     """The scaler of a run, as it was at its checkpoint. `manifest` is empty where a run begins.
 
     With --loss-scaling off the scale is held at 1 and the checks stay: a NaN still skips its step.
     """
     on = settings.loss_scaling == "on"
-    scaler = DynamicLossScaler(
+    scaler = LossScaler(
         init_scale=settings.init_scale if on else 1.0,
         growth_interval=settings.growth_interval,
         max_scale=MAX_SCALE if on else 1.0,

@@ -187,3 +187,21 @@ def test_bf16_files_are_refused_in_one_line(tmp_path):
     safetensors.torch.save_file({"wte.weight": torch.zeros(2, 2).bfloat16()}, folder / "model.safetensors")
     with pytest.raises(BadInput, match="BF16: save the model in fp32"):
         checkpoint.load_model(folder)
+
+
+@pytest.mark.parametrize("hashes", [None, [], "x", {}, {"config.json": 5}, {"other": "00"}])
+def test_a_manifest_without_the_hashes_is_one_line(tmp_path, hashes):
+    model = save(tmp_path, initial_weights(CONFIG, 0))
+    manifest = json.loads((model / "manifest.json").read_text())
+    (model / "manifest.json").write_text(json.dumps(manifest | {"sha256": hashes}))
+    with pytest.raises(BadInput, match=r"manifest\.json: damaged, it has no sha256 of config\.json"):
+        MiniGPT.from_pretrained(model)
+
+
+def test_a_damaged_step_folder_is_refused_by_from_pretrained(tmp_path):
+    model = save(tmp_path, initial_weights(CONFIG, 0))
+    raw = bytearray((model / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (model / "model.safetensors").write_bytes(raw)
+    with pytest.raises(BadInput, match="its sha256 is not the manifest's"):
+        MiniGPT.from_pretrained(model)

@@ -1,6 +1,7 @@
-"""--overwrite and pointers: at each moment a folder is one run, the old or the new."""
+"""--overwrite and pointers: once the new run has saved, no reader takes the old one."""
 
 import errno
+import json
 import os
 import shutil
 from dataclasses import asdict
@@ -213,6 +214,19 @@ def test_an_old_step_that_cannot_be_deleted_is_never_taken_for_the_new_run_s(tra
     assert train.main(["--resume", str(out), "--steps", "7", "--device", "cpu"]) == 0
     assert folders(out) == {"step-6", "step-7"}  # the new run has come to a step 6 of its own
     assert checkpoint.read_manifest(out / "step-6")["settings"]["seed"] == 5
+
+
+def test_a_pointer_that_names_other_folders_deletes_none(tmp_path):
+    save_step(tmp_path, 3)
+    for name in ("mine", "step-4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine")
+    pointer = {"step": 3, "overwrote": ["mine", "notes.txt", "../elsewhere", 5]}
+    (tmp_path / "latest.json").write_text(json.dumps(pointer))
+    before = content(tmp_path) | {"latest.json": b""}
+    finish_overwrite(tmp_path)
+    assert content(tmp_path) | {"latest.json": b""} == before
 
 
 def test_a_folder_named_like_the_picture_does_not_stop_a_run(train_run):

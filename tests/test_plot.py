@@ -100,3 +100,7 @@ def test_the_backend_of_a_notebook_stays(path):
     before = matplotlib.get_backend(auto_select=False)
     plot(rows(), path)
     assert matplotlib.get_backend(auto_select=False) == before
+
+
+def test_an_older_log_without_columns_is_drawn_without_them(path):
+    assert has(picture(path, rows(val=3.0, val_error=None, skipped=None)), ORANGE)
